@@ -21,14 +21,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.arena.plan import Plan, read_plan
-from recipe.cli.arguments import parse as key_values
+from recipe.compare.arena.plan import Plan, read_plan
+from recipe.compare.ladder.plan import LadderPlan, read_ladder
+from recipe.compare.page import write_report
+from recipe.compare.publish import MODES, mode_of, publish
+from recipe.compare.runs import ReportError, find_runs
+from recipe.compare.sweeps import label_order, labels_of
 from recipe.errors import UserError, fail
-from recipe.ladder.plan import LadderPlan, read_ladder
-from recipe.report.page import write_report
-from recipe.report.publish import MODES, mode_of, publish
-from recipe.report.runs import ReportError, find_runs
-from recipe.report.sweeps import label_order, labels_of
+from recipe.run.arguments import parse as key_values
 
 
 @dataclass
@@ -55,11 +55,11 @@ def main(arguments: list[str]) -> None:
     out = Path(config.out or (folders[0] / "report" if len(folders) == 1 else "report-out"))
     try:
         if plan:
-            from recipe.report.arena.page import write_arena_report  # needs scipy, which takes a second to import
+            from recipe.compare.arena.page import write_arena_report  # needs scipy, which takes a second to import
 
             report = write_arena_report(collected, plan, folders[0], out)
         elif ladder:
-            from recipe.report.ladder.page import write_ladder_report
+            from recipe.compare.ladder.page import write_ladder_report
 
             report = write_ladder_report(collected, ladder, out)
         else:

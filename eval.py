@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe.cli import process
+from recipe.run import process
 
 if __name__ == "__main__":
     process.begin()
@@ -46,16 +46,10 @@ from data.check import check_data
 from data.config import DataConfig, Documents
 from data.corpora import CHAT, CORPORA
 from data.tasks import TASKS
-from recipe.cli.arguments import parse as key_values
-from recipe.cli.compose import compose_right, expand_home, to_config
-from recipe.cli.launch import refuse
-from recipe.cli.wording import one_sentence
-from recipe.config import ConfigError
-from recipe.device import Precision, resolve_device, resolve_precision
 from recipe.distributed.world import World
-from recipe.evaluation.harness import run_tasks
-from recipe.evaluation.models import ExportedModel, LanguageModel, TrainedModel
-from recipe.evaluation.probes import (
+from recipe.infer.evaluation.harness import run_tasks
+from recipe.infer.evaluation.models import ExportedModel, LanguageModel, TrainedModel
+from recipe.infer.evaluation.probes import (
     Measured,
     as_table,
     check_length,
@@ -64,14 +58,20 @@ from recipe.evaluation.probes import (
     probe_names,
     run_probes,
 )
-from recipe.evaluation.results import Results, record, show
-from recipe.evaluation.scorer import Scorer
-from recipe.evaluation.tasks import run_file
-from recipe.evaluation.text import measure, tokenised, validation_text
-from recipe.huggingface.starting import is_folder
-from recipe.probes.position_loss import PositionLoss
-from recipe.trained import Loaded, ModelChoice, Trained, load_any, load_trained
+from recipe.infer.evaluation.results import Results, record, show
+from recipe.infer.evaluation.scorer import Scorer
+from recipe.infer.evaluation.tasks import run_file
+from recipe.infer.evaluation.text import measure, tokenised, validation_text
+from recipe.infer.huggingface.starting import is_folder
+from recipe.infer.trained import Loaded, ModelChoice, Trained, load_any, load_trained
+from recipe.run.arguments import parse as key_values
+from recipe.run.compose import compose_right, expand_home, to_config
+from recipe.run.config import ConfigError
+from recipe.run.device import Precision, resolve_device, resolve_precision
+from recipe.run.launch import refuse
+from recipe.run.wording import one_sentence
 from recipe.training.memory import oom_guard
+from recipe.training.recall.position_loss import PositionLoss
 
 # The options of data=... that choose a text. The others say how to train on it.
 OF_TEXT = ("data", "data.path", "data.text_field", "data.max_tokens")

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from recipe.cli import process
+from recipe.run import process
 
 if __name__ == "__main__":
     process.begin()
@@ -42,12 +42,8 @@ if __name__ == "__main__":
 from attention import ProductPrecision
 from data.chat import load_template
 from data.untrusted import has_half_characters
-from recipe.cli.arguments import parse as key_values
-from recipe.cli.wording import one_sentence
-from recipe.config import ConfigError, as_plain
-from recipe.device import resolve_device
-from recipe.generation.engine import Engine
-from recipe.generation.prompts import (
+from recipe.infer.generation.engine import Engine
+from recipe.infer.generation.prompts import (
     Continuation,
     continuations,
     in_order,
@@ -56,13 +52,17 @@ from recipe.generation.prompts import (
     requests_of,
     write,
 )
-from recipe.generation.sampling import Sampling
-from recipe.generation.steps import decoding_attention
-from recipe.generation.text import stream
-from recipe.huggingface import check_folder, export, read_origin
-from recipe.huggingface.starting import is_folder
-from recipe.recorded import read_config
-from recipe.trained import ModelChoice, Trained, WeightsChoice, inexact, load_trained
+from recipe.infer.generation.sampling import Sampling
+from recipe.infer.generation.steps import decoding_attention
+from recipe.infer.generation.text import stream
+from recipe.infer.huggingface import check_folder, export, read_origin
+from recipe.infer.huggingface.starting import is_folder
+from recipe.infer.trained import ModelChoice, Trained, WeightsChoice, inexact, load_trained
+from recipe.run.arguments import parse as key_values
+from recipe.run.config import ConfigError, as_plain
+from recipe.run.device import resolve_device
+from recipe.run.recorded import read_config
+from recipe.run.wording import one_sentence
 from recipe.training.memory import oom_guard
 
 

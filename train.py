@@ -16,8 +16,8 @@ from typing import Any
 # Before torch is imported: threads that spin for each other halve the speed of a CPU that has other work too.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-from recipe.cli import process
-from recipe.cli.completion import complete
+from recipe.run import process
+from recipe.run.completion import complete
 
 if __name__ == "__main__":
     complete()  # before torch is imported, for which a shell's TAB would have to wait
@@ -43,7 +43,12 @@ from model.gpt import GPT
 from model.linear import products_by
 from model.score import ScoreConfig, describe_score
 from recipe import CONF
-from recipe.build import (
+from recipe.distributed.ranks import from_first_rank, joined
+from recipe.distributed.world import World
+from recipe.infer.generation.sampling import Sampling
+from recipe.infer.generation.text import stream
+from recipe.run.attention_memory import cpu_memory_limit
+from recipe.run.build import (
     attention_shape,
     build_model,
     build_run,
@@ -53,21 +58,16 @@ from recipe.build import (
     find_checkpoint,
     restore,
 )
-from recipe.cli.check import check_ranks_agree
-from recipe.cli.compose import to_config
-from recipe.cli.launch import launch
-from recipe.cli.resume import check_unused
-from recipe.cli.wording import one_sentence
-from recipe.config import Config, as_plain
-from recipe.device import Precision, computing_with, resolve_device
-from recipe.distributed.ranks import from_first_rank, joined
-from recipe.distributed.world import World
-from recipe.generation.sampling import Sampling
-from recipe.generation.text import stream
-from recipe.profiling.attention_memory import cpu_memory_limit
-from recipe.profiling.meters import StepMeter, device_name
-from recipe.profiling.peaks import describe_peak
-from recipe.run_folder import locked, read_summary
+from recipe.run.check import check_ranks_agree
+from recipe.run.compose import to_config
+from recipe.run.config import Config, as_plain
+from recipe.run.device import Precision, computing_with, resolve_device
+from recipe.run.launch import launch
+from recipe.run.meters import StepMeter, device_name
+from recipe.run.peaks import describe_peak
+from recipe.run.resume import check_unused
+from recipe.run.run_folder import locked, read_summary
+from recipe.run.wording import one_sentence
 from recipe.training.config import TrainingConfig
 from recipe.training.interruption import Interruption
 from recipe.training.loop import Run, fit

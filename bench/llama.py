@@ -38,11 +38,11 @@ from bench.runs import train
 from data.batches import Batch
 from model.counting import num_parameters
 from model.linear import products_by
-from recipe.build import build_model, build_trainer
-from recipe.cli.compose import composed, to_config
 from recipe.distributed.world import World
-from recipe.generation import Sampling
-from recipe.tracking.tracker import TrackingMode
+from recipe.infer.generation import Sampling
+from recipe.run.build import build_model, build_trainer
+from recipe.run.compose import composed, to_config
+from recipe.run.tracker import TrackingMode
 
 # Bytes per second: NVIDIA's datasheets of the H200 SXM and of the H100 SXM.
 BANDWIDTHS = {"H200": 4.8e12, "H100": 3.35e12}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from recipe.tracking import summary
+from recipe.run import summary
 
 ROOT = Path(__file__).parents[1]
 WRITTEN = ("bench/results", "docs", "README.md")  # measuring and `make tables` change these

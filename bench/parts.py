@@ -22,11 +22,11 @@ import yaml
 from bench.machine import ROOT, device_name, require_gpu
 from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
 from data.batches import Batch
-from recipe.arena.config import read_arms
-from recipe.build import build_model, build_trainer
-from recipe.cli.compose import composed, to_config
+from recipe.compare.arena.config import read_arms
 from recipe.distributed.world import World
-from recipe.tracking.tracker import TrackingMode
+from recipe.run.build import build_model, build_trainer
+from recipe.run.compose import composed, to_config
+from recipe.run.tracker import TrackingMode
 from recipe.training.graphed_step import WARMUP_CALLS
 
 SIZE = ["model=gpt2", "attention=flash", "seq_len=1024", "training.batch_size=32", "training.compile=true"]

@@ -6,7 +6,7 @@ import math
 import sys
 from pathlib import Path
 
-from recipe.cli import process
+from recipe.run import process
 
 if __name__ == "__main__":
     process.begin()

@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import train as train_module
-from recipe.cli.launch import launch
+from recipe.run.launch import launch
 
 
 def train(*arguments: str) -> int:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import compare
+from recipe.compare import publish
+from recipe.compare.runs import ReportError
 from recipe.errors import UserError
-from recipe.report import publish
-from recipe.report.runs import ReportError
-from tests.recipe.report.synthetic import write_run
+from tests.recipe.compare.synthetic import write_run
 
 ROOT = Path(__file__).parents[1]
 

@@ -22,17 +22,17 @@ from data.prepare import prepare
 from data.tokenizers import bytes_tokenizer, save_tokenizer
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
-from recipe.config import Config
 from recipe.errors import UserError, refusals, sentence_of
-from recipe.evaluation import scorer
-from recipe.evaluation.harness import run_tasks
-from recipe.evaluation.models import ExportedModel, TrainedModel
-from recipe.evaluation.scorer import Scorer, rolling_windows
-from recipe.evaluation.tasks import run_file
-from recipe.profiling.attention_memory import cpu_memory_limit
-from recipe.run_folder import locked
-from recipe.tracking.tracker import TrackingConfig, TrackingMode
-from recipe.trained import ModelChoice, load_trained
+from recipe.infer.evaluation import scorer
+from recipe.infer.evaluation.harness import run_tasks
+from recipe.infer.evaluation.models import ExportedModel, TrainedModel
+from recipe.infer.evaluation.scorer import Scorer, rolling_windows
+from recipe.infer.evaluation.tasks import run_file
+from recipe.infer.trained import ModelChoice, load_trained
+from recipe.run.attention_memory import cpu_memory_limit
+from recipe.run.config import Config
+from recipe.run.run_folder import locked
+from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import save_checkpoint
 from tests.limits import data_gib
 

@@ -17,10 +17,10 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from data.batches import eval_batches
-from recipe.cli import compose
-from recipe.cli.launch import prepare
-from recipe.cli.wording import explain
-from recipe.config import ConfigError
+from recipe.run import compose
+from recipe.run.config import ConfigError
+from recipe.run.launch import prepare
+from recipe.run.wording import explain
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))

@@ -1,6 +1,6 @@
 """From a run to the report's verdict: wrong implementations are caught, correct ones pass.
 
-Small runs are trained here step by step, as train.py does, and recipe/report/ judges them by their folders.
+Small runs are trained here step by step, as train.py does, and recipe/compare/ judges them by their folders.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from attention import AttentionConfig, AttentionShape, build_attention
 from data.batches import Batches, GlobalBatch, eval_batches
 from model.config import GPTConfig
 from model.gpt import GPT
-from recipe.build import build_trainer
-from recipe.config import Config, as_plain
-from recipe.device import Precision
+from recipe.compare.parity import judge
+from recipe.compare.runs import find_runs
+from recipe.compare.sweeps import cells_of
+from recipe.compare.verdict import Outcome, Verdict
 from recipe.distributed.world import World
-from recipe.parity.probe import ParityConfig, ParityProbe
-from recipe.report.parity import judge
-from recipe.report.runs import find_runs
-from recipe.report.sweeps import cells_of
-from recipe.report.verdict import Outcome, Verdict
-from recipe.tracking.metrics import MetricsFile
+from recipe.run.build import build_trainer
+from recipe.run.config import Config, as_plain
+from recipe.run.device import Precision
+from recipe.run.metrics import MetricsFile
 from recipe.training.config import TrainingConfig
 from recipe.training.loop import compare
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.parity.probe import ParityConfig, ParityProbe
 from tests.wrong_attention import CLASSES, WRONG
 
 STEPS, B, T = 20, 4, 32

@@ -19,16 +19,16 @@ from attention.flash import paths
 from data.tokenizers import bpe_tokenizer, bytes_tokenizer, save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
-from recipe.config import Config, ConfigError
 from recipe.errors import UserError, refusals, sentence_of
-from recipe.profiling.attention_memory import cpu_memory_limit
-from recipe.recorded import read_config
-from recipe.trained import CheckpointChoice
+from recipe.infer.trained import CheckpointChoice
+from recipe.run.attention_memory import cpu_memory_limit
+from recipe.run.config import Config, ConfigError
+from recipe.run.recorded import read_config
 from recipe.training.checkpoint import save_checkpoint
 from sample import SampleConfig, main, parse
 from tests.limits import data_gib
 from tests.own_attention import ScalableSoftmax
-from tests.recipe.generation.from_scratch import expected
+from tests.recipe.infer.from_scratch import expected
 
 TOKENIZER = bytes_tokenizer()
 MODEL = GPTConfig(n_layers=1, n_heads=2, n_embd=32)

@@ -27,19 +27,19 @@ from data.tokenizers import bytes_tokenizer
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from model.score import ScoreConfig
-from recipe.build import build_trainer, check_step_size
-from recipe.config import Config, ConfigError, as_plain
-from recipe.device import Precision
 from recipe.distributed.world import World
 from recipe.errors import UserError, refusals
-from recipe.huggingface import Origin, export
-from recipe.parity.probe import ParityConfig
-from recipe.tracking.metrics import read_metrics
-from recipe.tracking.tracker import TrackingConfig, TrackingMode
-from recipe.trained import ModelChoice, load_trained
+from recipe.infer.huggingface import Origin, export
+from recipe.infer.trained import ModelChoice, load_trained
+from recipe.run.build import build_trainer, check_step_size
+from recipe.run.config import Config, ConfigError, as_plain
+from recipe.run.device import Precision
+from recipe.run.metrics import read_metrics
+from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.config import TrainingConfig
 from recipe.training.memory import OutOfMemory
 from recipe.training.optimizer import ScheduleConfig
+from recipe.training.parity.probe import ParityConfig
 from recipe.training.step import NonFiniteError, Trainer
 
 ROOT = Path(__file__).parents[1]

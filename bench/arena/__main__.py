@@ -29,16 +29,16 @@ from bench.record import Recorder, Row, command_line, command_of, measurement, r
 from bench.runs import python
 from data.atomic import write_atomically
 from data.tasks import TASKS
-from recipe.arena.plan import read_plan
-from recipe.arena.statistics import holm_levels, judge, paired
-from recipe.ladder.plan import read_ladder
-from recipe.report.arena.page import as_json as arena_json
-from recipe.report.arena.results import compare_arms
-from recipe.report.ladder.page import as_json as ladder_json
-from recipe.report.ladder.results import rungs_of
-from recipe.report.page import span
-from recipe.report.runs import Run, find_runs
-from recipe.sweeps.launcher import cores
+from recipe.compare.arena.page import as_json as arena_json
+from recipe.compare.arena.plan import read_plan
+from recipe.compare.arena.results import compare_arms
+from recipe.compare.arena.statistics import holm_levels, judge, paired
+from recipe.compare.ladder.page import as_json as ladder_json
+from recipe.compare.ladder.plan import read_ladder
+from recipe.compare.ladder.results import rungs_of
+from recipe.compare.page import span
+from recipe.compare.queue.launcher import cores
+from recipe.compare.runs import Run, find_runs
 
 MARGIN = 0.005
 SEEDS_ITSELF, SEEDS_PLANTED = 5, 8
@@ -49,8 +49,8 @@ MACHINE = "machine.json"  # in a sweep's folder: where its runs were trained
 
 def train_seeds(folder: Path, last: int, overrides: Sequence[str]) -> None:
     """Train a configuration with the seeds 1, 2, ... in folder/<seed>, without the runs that are already complete."""
-    from recipe.cli.compose import composed, to_config
-    from recipe.sweeps.jobs import Job
+    from recipe.compare.queue.jobs import Job
+    from recipe.run.compose import composed, to_config
     from train import train
 
     for seed in range(1, last + 1):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from recipe.arena.statistics import ALPHA, paired
+from recipe.compare.arena.statistics import ALPHA, paired
 
 Losses = NDArray[np.float64]
 

@@ -36,7 +36,7 @@ from bench.measure import synchronise
 from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
 from model.config import GPTConfig
 from model.gpt import GPT, Computation
-from recipe.generation import Engine, Request, Sampling
+from recipe.infer.generation import Engine, Request, Sampling
 
 SHAPE = GPTConfig(name="gpt2", n_layers=12, n_heads=12, n_embd=768, bias=True)
 VOCABULARY, SEQ_LEN = 50257, 2048

@@ -45,11 +45,11 @@ from data.batches import Batch
 from model.config import GPTConfig, Positions
 from model.gpt import GPT, Computation
 from model.loss import LossKind
-from recipe.build import build_trainer
-from recipe.config import Config
-from recipe.device import Precision
 from recipe.distributed.ranks import from_every_rank, joined
 from recipe.distributed.world import World
+from recipe.run.build import build_trainer
+from recipe.run.config import Config
+from recipe.run.device import Precision
 from recipe.training.config import TrainingConfig
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 from recipe.training.step import Trainer

@@ -13,8 +13,8 @@ from typing import Any
 from bench.machine import ROOT
 from bench.markdown import table
 from bench.tables.blocks import TableError, block
-from recipe.cli import compose
-from recipe.config import Config, type_hints
+from recipe.run import compose
+from recipe.run.config import Config, type_hints
 from recipe.wording import as_typed
 
 OPTION = re.compile(r"^    (\w+(?:, \w+)*) +(\S.*)$")  # one name or several, then their meaning

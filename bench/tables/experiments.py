@@ -11,9 +11,9 @@ from bench.record import Row
 from bench.tables.blocks import Rows, block, figure
 from bench.tables.labels import case, thousands
 from bench.tables.training import long_speeds, second_step
-from recipe.arena.config import ArenaConfig
-from recipe.arena.statistics import ALPHA, judge, paired
-from recipe.drawing import Chart
+from recipe.compare.arena.config import ArenaConfig
+from recipe.compare.arena.statistics import ALPHA, judge, paired
+from recipe.compare.drawing import Chart
 from recipe.wording import times
 
 TILED = "tiled, tiles of 256"

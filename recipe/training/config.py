@@ -10,8 +10,8 @@ import torch
 from model.config import Recompute
 from model.linear import Products
 from model.loss import LossKind
-from recipe.device import Precision
 from recipe.distributed.world import World
+from recipe.run.device import Precision
 
 
 @dataclass

@@ -11,13 +11,13 @@ from torch.profiler import record_function
 
 from data.batches import Batch, Source
 from data.prefetcher import Prefetcher
-from recipe.parity.probe import ParityProbe
-from recipe.probes.probe import Probe
-from recipe.profiling.attention_memory import cpu_memory_limit
-from recipe.profiling.meters import StepMeter
-from recipe.profiling.profiler import Profiler
+from recipe.run.attention_memory import cpu_memory_limit
+from recipe.run.meters import StepMeter
+from recipe.run.profiler import Profiler
 from recipe.training.interruption import Interruption
 from recipe.training.memory import oom_guard, too_large_step
+from recipe.training.parity.probe import ParityProbe
+from recipe.training.recall.probe import Probe
 from recipe.training.record import NullRecord
 from recipe.training.step import Trainer
 

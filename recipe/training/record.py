@@ -18,17 +18,17 @@ from attention import AttentionShape
 from model.counting import num_parameters
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
-from recipe.parity.ablation import measure as measure_ablation
-from recipe.parity.probe import summarise
-from recipe.profiling.attention_memory import attention_peak
-from recipe.profiling.attention_time import attention_ms
-from recipe.profiling.meters import GIB, StepMeter
-from recipe.run_folder import write_recorded
-from recipe.tracking.metrics import read_metrics
-from recipe.tracking.summary import environment, write_summary
-from recipe.tracking.tracker import Tracker, TrackingConfig
+from recipe.run.attention_memory import attention_peak
+from recipe.run.attention_time import attention_ms
+from recipe.run.meters import GIB, StepMeter
+from recipe.run.metrics import read_metrics
+from recipe.run.run_folder import write_recorded
+from recipe.run.summary import environment, write_summary
+from recipe.run.tracker import Tracker, TrackingConfig
 from recipe.training.checkpoint import save_checkpoint
 from recipe.training.memory import OutOfMemory
+from recipe.training.parity.ablation import measure as measure_ablation
+from recipe.training.parity.probe import summarise
 from recipe.training.step import NonFiniteError, Trainer
 
 

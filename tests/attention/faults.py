@@ -35,7 +35,7 @@ from data.batches import Batch
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.score import ScoreConfig
-from recipe.parity.probe import ParityConfig, ParityProbe, beyond_rounding, wrong_alone
+from recipe.training.parity.probe import ParityConfig, ParityProbe, beyond_rounding, wrong_alone
 from tests import right_attention, wrong_attention
 from tests.right_attention import ALLOWED, RIGHT
 from tests.wrong_attention import FAULTS, Fault

@@ -6,8 +6,8 @@ import json
 
 from bench.parts import OTHERS, SIZE, arms
 from bench.tables.blocks import results_path
-from recipe.cli.compose import composed, to_config
-from recipe.config import as_plain
+from recipe.run.compose import composed, to_config
+from recipe.run.config import as_plain
 
 FINEWEB = [
     "experiment=speedrun", "data=fineweb_edu", "data.tokenizer=gpt2", "model=gpt2", "attention=flash", "seq_len=1024",

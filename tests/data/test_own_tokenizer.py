@@ -15,7 +15,7 @@ from data.errors import DataError
 from data.own_tokenizer import OwnTokenizer
 from data.prepare import prepare
 from data.tokenizers import load_tokenizer, save_tokenizer, text_stream
-from recipe.generation.text import Text
+from recipe.infer.generation.text import Text
 
 TEXT = "déjà vu 木 🦜, and the end of a text; the rest of the text is the end of it. " * 40
 

@@ -15,7 +15,7 @@ from attention.gpu import capturing
 from model.config import GPTConfig, Positions
 from model.gpt import GPT, Computation
 from model.score import ScoreConfig
-from recipe.generation import Engine, Request, Sampling
+from recipe.infer.generation import Engine, Request, Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

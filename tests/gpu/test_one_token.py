@@ -10,7 +10,7 @@ import torch
 
 from model import one_token
 from model.config import Gate, NormPlace
-from recipe.generation.steps import copied
+from recipe.infer.generation.steps import copied
 from tests.model.decoded import CONFIGS, GEMMA, GPT2, LLAMA, MANY, build, errors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -11,15 +11,15 @@ from attention import AttentionConfig, AttentionShape, build_attention
 from data.batches import Batch
 from model.config import GPTConfig
 from model.gpt import GPT, Computation
-from recipe.build import build_trainer
-from recipe.config import Config
-from recipe.device import Precision
 from recipe.distributed.world import World
-from recipe.parity.probe import ParityConfig, ParityProbe, beyond_rounding
-from recipe.profiling.meters import StepMeter
+from recipe.run.build import build_trainer
+from recipe.run.config import Config
+from recipe.run.device import Precision
+from recipe.run.meters import StepMeter
 from recipe.training.config import TrainingConfig
 from recipe.training.loop import compare
 from recipe.training.optimizer import ScheduleConfig
+from recipe.training.parity.probe import ParityConfig, ParityProbe, beyond_rounding
 from recipe.training.step import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

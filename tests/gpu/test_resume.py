@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe.tracking.metrics import read_metrics
+from recipe.run.metrics import read_metrics
 from recipe.training.checkpoint import load_checkpoint, newest_valid
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

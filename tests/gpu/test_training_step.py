@@ -19,10 +19,10 @@ from model.gpt import GPT, Computation
 from model.loss import LossKind, capped, cross_entropy
 from model.score import ScoreConfig
 from model.softmax_kernel import launch_softmax_gradient
-from recipe.build import build_trainer
-from recipe.config import Config
-from recipe.device import Precision
 from recipe.distributed.world import World
+from recipe.run.build import build_trainer
+from recipe.run.config import Config
+from recipe.run.device import Precision
 from recipe.training.config import TrainingConfig
 from recipe.training.graphed_step import WARMUP_CALLS
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig

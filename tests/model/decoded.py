@@ -16,7 +16,7 @@ from model.config import Activation, GPTConfig, Norm, NormScale, Positions
 from model.forward import Pass
 from model.gpt import GPT
 from model.score import ScoreConfig
-from recipe.generation.steps import copied
+from recipe.infer.generation.steps import copied
 
 VOCABULARY, LENGTH = 70, 70
 GPT2 = GPTConfig(n_layers=2, n_heads=3, n_embd=24, bias=True)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import train as train_module
 from model.linear import Linear, Products, linear, product, products_by
-from recipe.cli import compose
-from recipe.tracking.metrics import read_metrics
+from recipe.run import compose
+from recipe.run.metrics import read_metrics
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 

@@ -38,7 +38,7 @@ from unittest import mock
 from dataclasses import replace
 from model import one_token
 from model.score import ScoreConfig
-from recipe.generation import Engine, Request, Sampling, steps
+from recipe.infer.generation import Engine, Request, Sampling, steps
 from tests.model.decoded import GPT2, LLAMA, build
 
 def texts(model, longest):

@@ -11,7 +11,7 @@ from bench.experiments.__main__ import main, measure
 from bench.experiments.cases import EXPERIMENTS, Run
 from bench.experiments.sources import sources
 from bench.runs import recorded, train
-from recipe.cli import compose
+from recipe.run import compose
 
 TINY = (
     "device=cpu data=text data.tokenizer=bytes seq_len=32 model.n_layers=1 model.n_heads=2 model.n_embd=16 "

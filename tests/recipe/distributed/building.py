@@ -14,11 +14,11 @@ import torch
 
 from model.config import GPTConfig, Positions
 from model.score import ScoreConfig
-from recipe.build import build_model, build_trainer
-from recipe.config import Config
 from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.distributed.ranks import joined
 from recipe.distributed.world import World
+from recipe.run.build import build_model, build_trainer
+from recipe.run.config import Config
 from recipe.training.step import Trainer
 
 # 50 million weights: 200 MB, the largest matrix a twelfth of it. Angles and slopes are values without parameters.

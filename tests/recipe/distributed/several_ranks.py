@@ -31,10 +31,6 @@ from data.config import DataConfig
 from model.config import AttentionBias, Gate, GPTConfig, Recompute
 from model.gpt import GPT
 from model.score import ScoreConfig
-from recipe.build import build_trainer
-from recipe.cli.check import check_ranks_agree
-from recipe.config import Config, ConfigError
-from recipe.device import Precision
 from recipe.distributed import norm
 from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.distributed.context import ContextAttention, ContextBy
@@ -42,11 +38,15 @@ from recipe.distributed.norm import local
 from recipe.distributed.ranks import joined
 from recipe.distributed.shared_update import SharedAdamW, SharedTree
 from recipe.distributed.world import World
-from recipe.parity.probe import ParityConfig
-from recipe.tracking.tracker import TrackingConfig, TrackingMode
+from recipe.run.build import build_trainer
+from recipe.run.check import check_ranks_agree
+from recipe.run.config import Config, ConfigError
+from recipe.run.device import Precision
+from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import newest_valid, save_checkpoint
 from recipe.training.config import TrainingConfig
 from recipe.training.optimizer import OPTIMIZERS, OptimizerConfig, ScheduleConfig
+from recipe.training.parity.probe import ParityConfig
 from recipe.training.step import Trainer
 from tests.parts import EVERYTHING
 from train import train as train_run

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from model.gpt import GPTConfig
-from recipe.cli.check import mistakes
-from recipe.config import Config
 from recipe.distributed.config import ParallelConfig
 from recipe.distributed.context import ContextBy
+from recipe.run.check import mistakes
+from recipe.run.config import Config
 from recipe.training.optimizer import ScheduleConfig
 
 CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32), schedule=ScheduleConfig())

@@ -17,12 +17,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from attention import UnsupportedAttention
 from attention.score import take_rows
 from model.score import ScoreConfig
-from recipe.build import build_model
-from recipe.config import Config
 from recipe.distributed.config import ParallelConfig
 from recipe.distributed.context import ContextBy, rows_of
 from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
+from recipe.run.build import build_model
+from recipe.run.config import Config
 from tests.recipe.distributed.context_ranks import CASES, COMPILED, CPU, T, attend
 from tests.recipe.distributed.test_ranks import free_port
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.tracking.metrics import read_metrics
+from recipe.run.metrics import read_metrics
 from recipe.training.checkpoint import load_checkpoint, newest_valid
 from recipe.training.checkpoint_folder import PARTIAL
 from tests.forked.server import process_of

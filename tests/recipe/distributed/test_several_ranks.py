@@ -22,7 +22,7 @@ from recipe.distributed.exchange import Counter, add_pairwise
 from recipe.distributed.sharded_update import with_bits_of_wholes
 from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
-from recipe.tracking.metrics import read_metrics
+from recipe.run.metrics import read_metrics
 from tests.recipe.distributed.several_ranks import STEPS, TRAINED, local_tree
 from tests.recipe.distributed.test_ranks import free_port
 

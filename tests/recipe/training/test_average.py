@@ -13,10 +13,10 @@ from attention import AttentionConfig, build_attention
 from data.batches import Batches, GlobalBatch
 from model.config import GPTConfig
 from model.gpt import GPT
-from recipe.build import build_trainer
-from recipe.config import Config
-from recipe.device import Precision
 from recipe.distributed.world import World
+from recipe.run.build import build_trainer
+from recipe.run.config import Config
+from recipe.run.device import Precision
 from recipe.training.checkpoint import load_checkpoint, save_checkpoint
 from recipe.training.config import TrainingConfig
 from recipe.training.optimizer import OptimizerConfig

@@ -21,23 +21,23 @@ from data.batches import Batch, Batches
 from data.tasks import TASKS
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
-from recipe.build import build_trainer
-from recipe.config import Config
-from recipe.device import Precision
 from recipe.distributed.world import World
-from recipe.parity import probe as parity
-from recipe.parity.fwd_bwd import FwdBwd, fwd_bwd
-from recipe.parity.probe import ParityConfig, ParityProbe
-from recipe.probes.position_loss import PositionLoss
-from recipe.probes.probe import Probe
-from recipe.probes.recall import TaskProbe
-from recipe.profiling.meters import StepMeter
-from recipe.profiling.profiler import Profiler
+from recipe.run.build import build_trainer
+from recipe.run.config import Config
+from recipe.run.device import Precision
+from recipe.run.meters import StepMeter
+from recipe.run.profiler import Profiler
 from recipe.training.config import TrainingConfig
 from recipe.training.interruption import Interruption
 from recipe.training.loop import Run, compare, fit
 from recipe.training.memory import OutOfMemory, oom_guard, too_large_step
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.parity import probe as parity
+from recipe.training.parity.fwd_bwd import FwdBwd, fwd_bwd
+from recipe.training.parity.probe import ParityConfig, ParityProbe
+from recipe.training.recall.position_loss import PositionLoss
+from recipe.training.recall.probe import Probe
+from recipe.training.recall.recall import TaskProbe
 from recipe.training.record import NullRecord
 from recipe.training.step import NonFiniteError, Trainer
 

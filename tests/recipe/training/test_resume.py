@@ -25,16 +25,16 @@ from torch.nn.functional import cross_entropy
 import train as train_module
 from data.batches import Batches, GlobalBatch
 from data.prepare import prepare as prepare_data
-from recipe.build import build_model
-from recipe.cli import compose
-from recipe.cli.launch import prepare
-from recipe.cli.resume import check_resumable
-from recipe.config import ConfigError
-from recipe.device import computing_with
 from recipe.distributed.world import World
-from recipe.recorded import read_config
-from recipe.run_folder import StillRunning, locked
-from recipe.tracking.metrics import read_metrics
+from recipe.run import compose
+from recipe.run.build import build_model
+from recipe.run.config import ConfigError
+from recipe.run.device import computing_with
+from recipe.run.launch import prepare
+from recipe.run.metrics import read_metrics
+from recipe.run.recorded import read_config
+from recipe.run.resume import check_resumable
+from recipe.run.run_folder import StillRunning, locked
 from recipe.training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,269 @@
+"""The plan of an arena: its runs and the rules for its verdicts, written before the first run.
+
+It is arena.json in the sweep's folder. Afterwards only the learning rates are filled in, and looks with more seeds are
+appended; so the report can tell what departed from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from data.atomic import write_atomically
+from data.untrusted import UntrustedError, read_json
+from recipe.compare.arena.config import FIRST_LR_SEED, LR, SEEDS, ArenaConfig
+from recipe.errors import UserError
+
+FILE = "arena.json"
+FORMAT = 1  # increase it when older plans would be misread
+
+
+class PlanError(UserError, ValueError):
+    """A plan that cannot be read or continued; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of an arena.
+
+    number  of its folder in the sweep's
+    stage   lr or seeds
+    """
+
+    number: int
+    stage: str
+    arm: str
+    seed: int
+    lr: float | None
+
+
+@dataclass(frozen=True)
+class Look:
+    """A number of seeds at which the verdicts are read, and when it was planned."""
+
+    seeds: int
+    planned: str
+
+
+@dataclass(frozen=True)
+class PlannedArms:
+    """The arms of a sweep that compares them over the same seeds.
+
+    arms       the overrides of each arm, by its name
+    baseline   the arm that the others are compared with
+    common     the overrides of every arm
+    arguments  the command line that started the sweep
+    """
+
+    arms: dict[str, list[str]]
+    baseline: str
+    common: list[str]
+    arguments: list[str]
+    first_seed: int
+
+
+@dataclass(frozen=True)
+class Plan(PlannedArms):
+    """Everything that is fixed before the first run of an arena, and the looks and learning rates that come after.
+
+    lr      the learning rates that each arm tries, by its name; one: it is taken without a try
+    chosen  the learning rate of each arm, once it is known
+    looks   the first is planned at the start, the others when seeds were added
+    """
+
+    margin: float
+    planned_looks: int
+    lr: dict[str, list[float]]
+    lr_seeds: int
+    commit: str | None
+    looks: list[Look]
+    chosen: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seeds(self) -> range:
+        """The seeds of the latest look."""
+        return range(self.first_seed, self.first_seed + self.looks[-1].seeds)
+
+    @property
+    def others(self) -> list[str]:
+        """The arms that are compared with the baseline."""
+        return [arm for arm in self.arms if arm != self.baseline]
+
+    def lr_runs(self) -> list[PlannedRun]:
+        """The runs that try learning rates; none for arms with one."""
+        tried = [(arm, lr) for arm, rates in self.lr.items() if len(rates) > 1 for lr in rates]
+        seeds = range(FIRST_LR_SEED, FIRST_LR_SEED + self.lr_seeds)
+        runs = [(arm, lr, seed) for seed in seeds for arm, lr in tried]
+        return [PlannedRun(n, LR, arm, seed, lr) for n, (arm, lr, seed) in enumerate(runs)]
+
+    def seed_runs(self) -> list[PlannedRun]:
+        """The runs on which the verdicts rest, seed by seed, so that an unfinished sweep has whole pairs."""
+        first = len(self.lr_runs())
+        runs = [(arm, seed) for seed in self.seeds for arm in self.arms]
+        return [
+            PlannedRun(first + n, SEEDS, arm, seed, self.chosen.get(arm, self.lr[arm][0] if self.lr[arm] else None))
+            for n, (arm, seed) in enumerate(runs)
+        ]
+
+    def overrides(self, run: PlannedRun) -> list[str]:
+        """The overrides of a run, the arm's after the common ones."""
+        return [*self.common, *self.arms[run.arm]]
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def new_plan(
+    config: ArenaConfig,
+    arms: dict[str, list[str]],
+    common: list[str],
+    arguments: list[str],
+    base_lr: dict[str, float],
+    commit: str | None,
+) -> Plan:
+    """The plan of an arena that starts now.
+
+    base_lr  optimizer.lr of each arm as composed, which the factors of arena.lr multiply
+    """
+    return Plan(
+        arms=arms,
+        baseline=config.baseline or next(iter(arms)),
+        common=common,
+        arguments=arguments,
+        first_seed=config.first_seed,
+        margin=config.margin,
+        planned_looks=config.looks,
+        lr={arm: [float(f"{factor * base_lr[arm]:.6g}") for factor in sorted(config.lr)] for arm in arms},
+        lr_seeds=config.lr_seeds,
+        commit=commit,
+        looks=[Look(config.seeds, now())],
+    )
+
+
+def continued(plan: Plan, wanted: Plan, folder: Path) -> Plan:
+    """The plan in `folder` where the command line asks for `wanted`: the same, or the same with more seeds.
+
+    Raises PlanError where anything else differs.
+    """
+    same = ("arms", "baseline", "common", "first_seed", "margin", "planned_looks", "lr", "lr_seeds")
+    check_same(plan, wanted, same, folder / FILE)
+    seeds = wanted.looks[-1].seeds
+    if seeds < plan.looks[-1].seeds:
+        raise PlanError(
+            f"arena.seeds={seeds} is fewer than the {plan.looks[-1].seeds} that {folder / FILE} plans; set that many, "
+            "or more to add some."
+        )
+    if seeds == plan.looks[-1].seeds:
+        return plan
+    return replace(plan, looks=[*plan.looks, wanted.looks[-1]])
+
+
+def check_same(plan: Any, wanted: Any, names: Sequence[str], path: Path) -> None:
+    """Raise PlanError where the plan that was written to `path` differs in one of these fields."""
+    for name in names:
+        then, new = plain(getattr(plan, name)), plain(getattr(wanted, name))
+        if then != new:
+            raise PlanError(
+                f"{path} was written before the first run, and its {_override(name)} is {_shown(then)} instead of "
+                f"{_shown(new)}; repeat the sweep's overrides, or name another folder with hydra.sweep.dir."
+            )
+
+
+def write_plan(plan: Plan, folder: Path) -> None:
+    """Write arena.json."""
+    write_content(asdict(plan), FORMAT, folder / FILE)
+
+
+def write_content(content: dict[str, Any], version: int, path: Path) -> None:
+    """Write a plan's file, with its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"format": version, **plain(content)}, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_plan(folder: Path) -> Plan | None:
+    """The plan in a sweep's folder; None where there is none. Raises PlanError for one that cannot be read."""
+    path, types = folder / FILE, get_type_hints(Plan) | {"looks": list[dict[str, Any]]}
+    content = read_content(path, FORMAT, types)
+    if content is None:
+        return None
+    looks = content["looks"]
+    if not looks or not all(
+        isinstance(look.get("seeds"), int) and isinstance(look.get("planned"), str) for look in looks
+    ):
+        raise damaged(path, "looks")
+    if content["baseline"] not in content["arms"] or content["lr"].keys() != content["arms"].keys():
+        raise damaged(path, "arms")
+    return Plan(**content | {"looks": [Look(look["seeds"], look["planned"]) for look in looks]})
+
+
+def read_content(path: Path, version: int, types: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The fields of a plan's file, of these types; None where there is no file. Raises PlanError."""
+    try:
+        content = read_json(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, UntrustedError) as error:
+        raise PlanError(f"{path} cannot be read ({error}); put the file back, or start anew.") from error
+    recorded = content.pop("format", None) if isinstance(content, dict) else None
+    if recorded != version:
+        raise PlanError(
+            f"{path} has format {recorded}, and this version of the project reads format {version}; use the version "
+            "that started the sweep, or start anew."
+        )
+    for name, kind in types.items():
+        if not _is(content.get(name), kind):
+            raise damaged(path, name)
+    return {name: content[name] for name in types}
+
+
+def damaged(path: Path, name: str) -> PlanError:
+    """The error of a plan with an impossible field."""
+    return PlanError(f"{path} is damaged ({name}); put the file back, or start anew.")
+
+
+def newest_like(wanted: Plan, beside: Path) -> Path | None:
+    """The newest sweep folder (multirun/<date>/<time>) beside `beside` whose plan is the wanted one or its start."""
+    sweeps = sorted(beside.parent.parent.glob(f"*/*/{FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in sweeps:
+        try:
+            plan = read_plan(path.parent)
+            if plan is not None:
+                continued(plan, wanted, path.parent)
+                return path.parent
+        except PlanError:
+            continue
+    return None
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON has a type of a plan's field."""
+    of = get_args(kind)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_is(item, of[1]) for item in value.values())
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is(item, of[0]) for item in value)
+    if get_origin(kind) is UnionType:
+        return any(_is(value, one) for one in of)
+    return kind is Any or isinstance(value, int | float if kind is float else kind)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON reads it back."""
+    return json.loads(json.dumps(value))
+
+
+def _override(name: str) -> str:
+    names = {"common": "list of overrides", "planned_looks": "arena.looks", "lr": "list of learning rates"}
+    return names.get(name, f"arena.{name}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {_shown(item)}" for key, item in value.items())
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

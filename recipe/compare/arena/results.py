@@ -1,0 +1,286 @@
+"""Numbers from the runs of an arena: differences to the baseline, verdicts, and readings at equal cost."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipe.compare.arena.plan import Plan, PlannedRun
+from recipe.compare.arena.statistics import (
+    ALPHA,
+    Paired,
+    Verdict,
+    holm_levels,
+    judge,
+    paired,
+    seeds_to_decide,
+    sign_flip,
+    signed_rank,
+)
+from recipe.compare.pairing import by_seed, difference, pairs_of
+from recipe.compare.runs import Run, Series
+from recipe.files import number
+
+LOSS = "val/loss"
+Interval = tuple[float, float]
+
+
+class Reading(NamedTuple):
+    """The difference to the baseline where both have cost as much, and its 95 % interval."""
+
+    mean: float
+    interval: Interval
+
+    @property
+    def sign(self) -> int:
+        """-1 where the arm's loss is lower, 1 where it is higher, 0 where the interval holds 0."""
+        low, high = self.interval
+        return -1 if high < 0 else int(low > 0)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The result of a learning rate: the mean loss over the seeds of the sweep, infinite where one diverged."""
+
+    lr: float
+    losses: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.losses) if self.losses else math.inf
+
+
+@dataclass(frozen=True)
+class ArmRuns:
+    """The runs of an arm on the seeds of the plan, and the runs that tried learning rates."""
+
+    name: str
+    runs: Mapping[int, Run]
+    tried: tuple[Tried, ...]
+    lr: float | None
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """The result of each seed: its final validation loss, infinite where it diverged. Runs without a result are
+        left out."""
+        losses = {seed: result(run) for seed, run in self.runs.items()}
+        return {seed: loss for seed, loss in losses.items() if loss is not None}
+
+    @property
+    def diverged(self) -> list[int]:
+        """The seeds whose loss is not finite."""
+        return [seed for seed, loss in self.losses.items() if math.isinf(loss)]
+
+    @property
+    def loss(self) -> float | None:
+        """The mean over the seeds that have a finite loss."""
+        finite = [loss for loss in self.losses.values() if math.isfinite(loss)]
+        return statistics.fmean(finite) if finite else None
+
+    @property
+    def lr_at_edge(self) -> bool:
+        """Whether the best of the learning rates that were tried is the lowest or the highest of them."""
+        return len(self.tried) > 1 and self.lr in (self.tried[0].lr, self.tried[-1].lr)
+
+    def over_seeds(self, metric: str) -> list[float]:
+        """A throughput metric's median of each run."""
+        return [value for run in self.runs.values() if (value := run.median(metric)) is not None]
+
+    def recorded(self, name: str) -> float | None:
+        """A number of the summaries: the median over the runs."""
+        known = [value for run in self.runs.values() if (value := number(run.summary.get(name))) is not None]
+        return statistics.median(known) if known else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One arm against the baseline.
+
+    differences  of the final losses, by seed; infinite where one of them diverged
+    missing      seeds of the plan that lack the arm's result or the baseline's
+    test         None with fewer than two finite differences
+    level        the level that Holm's correction and the planned looks leave to this arm
+    margin       in loss
+    more         seeds to add so that the verdict is decided; None where it is, or where no number would do
+    time, flops  where arm and baseline have taken equal time, or as many operations; None where that is unknown
+    """
+
+    arm: ArmRuns
+    baseline: ArmRuns
+    differences: Mapping[int, float]
+    missing: tuple[int, ...]
+    test: Paired | None
+    p: float
+    p_sign_flip: float | None
+    level: float
+    margin: float
+    verdict: Verdict
+    more: int | None
+    time: Reading | None
+    flops: Reading | None
+
+    @property
+    def interval(self) -> Interval | None:
+        """At the arm's level; the verdict follows from it."""
+        return self.test.interval(self.level) if self.test else None
+
+    @property
+    def diverged(self) -> list[int]:
+        """The seeds in which the arm diverged, or the baseline."""
+        return [seed for seed, difference in self.differences.items() if not math.isfinite(difference)]
+
+    @property
+    def share(self) -> float | None:
+        """The mean difference as a share of the baseline's loss; None where that loss is the smaller of the two."""
+        if self.test is None or not self.baseline.loss or abs(self.test.mean) > self.baseline.loss:
+            return None
+        return self.test.mean / self.baseline.loss
+
+
+@dataclass(frozen=True)
+class Arena:
+    """The plan, the runs, and the comparisons in the order of the plan."""
+
+    plan: Plan
+    arms: Mapping[str, ArmRuns]
+    comparisons: tuple[Comparison, ...]
+    runs: Mapping[int, Run]
+
+    @property
+    def baseline(self) -> ArmRuns:
+        return self.arms[self.plan.baseline]
+
+
+def result(run: Run) -> float | None:
+    """The final validation loss of a run; infinite where it diverged, None where it has no result."""
+    if run.diverged() is not None:
+        return math.inf
+    return run.final(LOSS) if run.status == "completed" else None
+
+
+def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
+    """The comparisons of a plan's arms with its baseline.
+
+    runs  in the sweep's folder; their names are the numbers of the plan
+    """
+    known = {int(run.name): run for run in runs if run.name.isdigit()}
+    arms = {arm: _arm_runs(plan, arm, known) for arm in plan.arms}
+    pairs = {arm: _differences(arms[arm], arms[plan.baseline]) for arm in plan.others}
+    p_values = {arm: _p_value(plan, differences) for arm, differences in pairs.items()}
+    levels = dict(zip(pairs, holm_levels(list(p_values.values()), ALPHA / plan.planned_looks), strict=True))
+    comparisons = [
+        _compare(plan, arms[arm], arms[plan.baseline], pairs[arm], p_values[arm], levels[arm]) for arm in pairs
+    ]
+    return Arena(plan, arms, tuple(comparisons), known)
+
+
+def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run]) -> ArmRuns:
+    def of(planned: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Run]]:
+        return [(one, runs[one.number]) for one in planned if one.arm == arm and one.number in runs]
+
+    losses: dict[float, list[float]] = {lr: [] for lr in plan.lr[arm]} if len(plan.lr[arm]) > 1 else {}
+    for planned, run in of(plan.lr_runs()):
+        loss = result(run)
+        if planned.lr is not None and (loss is not None or run.out_of_memory):
+            losses[planned.lr].append(math.inf if loss is None else loss)
+    tried = tuple(Tried(lr, tuple(of_rate)) for lr, of_rate in losses.items())
+    seeds = plan.seed_runs()
+    return ArmRuns(arm, by_seed(run for _, run in of(seeds)), tried, next(s.lr for s in seeds if s.arm == arm))
+
+
+def _differences(arm: ArmRuns, baseline: ArmRuns) -> dict[int, float]:
+    """Arm - baseline by seed; 0 where both diverged."""
+    pairs = {seed: (loss, baseline.losses[seed]) for seed, loss in arm.losses.items() if seed in baseline.losses}
+    return {seed: 0.0 if ours == theirs else ours - theirs for seed, (ours, theirs) in pairs.items()}
+
+
+def _p_value(plan: Plan, differences: Mapping[int, float]) -> float:
+    """Of the paired t-test, and of the signed-rank test where a run diverged; 1 while runs of the plan are missing."""
+    values = list(differences.values())
+    if len(values) < len(plan.seeds):
+        return 1.0
+    return float(paired(values).p) if all(map(math.isfinite, values)) else signed_rank(values)
+
+
+def _compare(
+    plan: Plan, arm: ArmRuns, baseline: ArmRuns, differences: Mapping[int, float], p: float, level: float
+) -> Comparison:
+    values = np.array(list(differences.values()))
+    finite = values[np.isfinite(values)]
+    test = paired(finite) if len(finite) > 1 else None
+    margin = plan.margin * (baseline.loss or 0.0)
+    missing = tuple(seed for seed in plan.seeds if seed not in differences)
+    verdict = Verdict.undecided
+    if not missing and len(finite) < len(values):  # an infinite difference has no mean: its rank decides
+        if p <= level:
+            verdict = Verdict.worse if np.sum(np.sign(values)) > 0 else Verdict.better
+    elif not missing and test:
+        verdict = judge(test.interval(level), margin)
+    more = None
+    if verdict is Verdict.undecided and test and not missing and len(finite) == len(values):
+        needed = seeds_to_decide(test, margin, level)
+        more = None if needed is None else needed - test.n
+    pairs = pairs_of(arm.runs, baseline.runs)
+    return Comparison(
+        arm=arm,
+        baseline=baseline,
+        differences=differences,
+        missing=missing,
+        test=test,
+        p=p,
+        p_sign_flip=sign_flip(finite) if len(finite) > 1 and len(finite) == len(values) else None,
+        level=level,
+        margin=margin,
+        verdict=verdict,
+        more=more,
+        time=_reading([_at_equal_cost(*pair, "throughput/step_ms") for pair in pairs.values()]),
+        flops=_reading([_at_equal_cost(*pair, "flops_per_token") for pair in pairs.values()]),
+    )
+
+
+def _at_equal_cost(run: Run, other: Run, cost: str) -> float | None:
+    """The difference of two runs' losses at the largest cost that both have paid; None where one is unknown.
+
+    cost  of a step: milliseconds, by the median of each run, or operations per token, of which steps have equally many
+    """
+    ours, theirs = (one.median(cost) if "/" in cost else number(one.summary.get(cost)) for one in (run, other))
+    if not ours or not theirs or not all(math.isfinite(result(one) or math.inf) for one in (run, other)):
+        return None
+    paid = min(ours * run.step, theirs * other.step)
+    gap = loss_at(run, paid / ours) - loss_at(other, paid / theirs)
+    return gap if math.isfinite(gap) else None
+
+
+def loss_at(run: Run, step: float) -> float:
+    """The validation loss after a number of steps, on a straight line between two evaluations."""
+    steps, values = run.series(LOSS)
+    return float(np.interp(step, steps, values)) if len(steps) else math.nan
+
+
+def _reading(differences: Sequence[float | None]) -> Reading | None:
+    known = [difference for difference in differences if difference is not None]
+    if len(known) < 2 or len(known) < len(differences):
+        return None
+    test = paired(known)
+    return Reading(float(test.mean), test.interval(ALPHA))
+
+
+def difference_curves(comparison: Comparison) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The steps at which every pair was evaluated, and the differences of the validation losses (seeds, steps)."""
+    curves: list[Series] = []
+    for run, other in pairs_of(comparison.arm.runs, comparison.baseline.runs).values():
+        curve = difference(run, other, LOSS)
+        if len(curve.steps):
+            curves.append(curve)
+    steps = curves[0].steps if curves else np.zeros(0, np.int64)
+    for curve in curves[1:]:
+        steps = np.intersect1d(steps, curve.steps)
+    values = [curve.values[np.isin(curve.steps, steps)] for curve in curves]
+    return steps, np.array(values).reshape(len(curves), len(steps))

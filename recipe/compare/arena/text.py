@@ -1,0 +1,198 @@
+"""An arena in sentences: the answer, departures from the plan, and the command that continues."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.errors import first_few
+from recipe.compare.answers import Answer
+from recipe.compare.arena.results import Arena, ArmRuns, Comparison, Interval
+from recipe.compare.arena.statistics import ALPHA, POWER, Verdict
+from recipe.compare.runs import Run
+from recipe.compare.sweeps import comparison_key
+from recipe.wording import listed, percent
+
+# The word between an arm and the baseline.
+LINKS = {Verdict.better: " than", Verdict.worse: " than", Verdict.equivalent: " to", Verdict.undecided: " against"}
+ALIKE = 0.01  # parameter counts that differ by less than this are not mentioned
+
+
+def arena_answer(arena: Arena) -> Answer:
+    """The verdicts in a sentence, and one sentence or more on each arm."""
+    clauses: list[str] = []
+    for verdict, link in LINKS.items():
+        names = [comparison.arm.name for comparison in arena.comparisons if comparison.verdict is verdict]
+        if names:
+            baseline = "" if clauses else f"{link} {arena.plan.baseline}"
+            clauses.append(f"{listed(names)} {'is' if len(names) == 1 else 'are'} {verdict.value}{baseline}")
+    decided = any(comparison.verdict is not Verdict.undecided for comparison in arena.comparisons)
+    tone = "none" if decided else "open"
+    headline = f"{'; '.join(clauses)} ({len(arena.plan.seeds)} seeds)"
+    return Answer(
+        headline,
+        tone,
+        [(comparison.arm.name, " ".join(sentences(comparison, arena))) for comparison in arena.comparisons],
+    )
+
+
+def sentences(comparison: Comparison, arena: Arena) -> list[str]:
+    """One arm in sentences: its verdict with the interval, its costs, and the seeds that would decide it."""
+    lines = [_verdict(comparison, arena)]
+    if comparison.missing:
+        lines.append(f"{_of_seeds(len(comparison.missing), arena)} have no result yet, so there is no verdict.")
+    for who in (comparison.arm, comparison.baseline):
+        if who.diverged:
+            lines.append(f"{who.name} diverged with {_seeds(who.diverged)}, which counts as an infinite loss.")
+    lines += [sentence for sentence in (_equal_cost(comparison), _parameters(comparison)) if sentence]
+    if comparison.verdict is Verdict.undecided and not comparison.missing:
+        share = percent(arena.plan.margin)
+        if comparison.more:
+            more = f"{comparison.more} more seed{'s' if comparison.more > 1 else ''}"
+            lines.append(f"{more} would find {share} with a power of {percent(POWER)}.")
+        elif comparison.test and not comparison.diverged:
+            lines.append(f"No thousand seeds would find {share}: raise arena.margin, or train longer.")
+    return lines
+
+
+def _verdict(comparison: Comparison, arena: Arena) -> str:
+    name = comparison.verdict.value.capitalize()
+    if comparison.test is None or comparison.interval is None:
+        return f"{name}: fewer than two pairs of seeds have a finite loss."
+    mean = float(comparison.test.mean)
+    corrected = "" if comparison.level == ALPHA else "corrected "
+    bounds = f"{corrected}95 % interval {_bounds(comparison.interval)}"
+    if comparison.diverged:
+        return f"{name}, by the ranks of the differences; where both are finite, the mean is {mean:+.4f}."
+    if comparison.verdict in (Verdict.better, Verdict.worse):
+        side = "lower" if mean < 0 else "higher"
+        share = "" if comparison.share is None else f"{percent(abs(comparison.share))}; "
+        return f"{name}: its loss is {abs(mean):.4f} {side} ({share}{bounds})."
+    inside = f", inside the margin of {percent(arena.plan.margin)}" if comparison.verdict is Verdict.equivalent else ""
+    return f"{name}: its loss differs by {mean:+.4f} ({bounds}){inside}."
+
+
+def _bounds(interval: Interval) -> str:
+    return f"{interval[0]:+.4f} to {interval[1]:+.4f}"
+
+
+def _equal_cost(comparison: Comparison) -> str:
+    """How the arm stands where it may cost no more than the baseline, where that is not as at equal tokens."""
+    parts = []
+    tokens = {Verdict.better: -1, Verdict.worse: 1}.get(comparison.verdict, 0)
+    for name, reading in (("time", comparison.time), ("FLOPs", comparison.flops)):
+        if reading is None or reading.sign == tokens:
+            continue
+        words = {-1: "better", 0: "no different", 1: "worse"}[reading.sign]
+        parts.append(f"at equal {name} it is {words} ({reading.mean:+.4f}, 95 % interval {_bounds(reading.interval)})")
+    if not parts:
+        same = [
+            name for name, reading in (("time", comparison.time), ("FLOPs", comparison.flops)) if reading is not None
+        ]
+        return f"The same holds at equal {listed(same)}." if same and tokens else ""
+    start = {-1: "It wins at equal tokens, but", 0: "But", 1: "It loses at equal tokens, but"}[tokens]
+    return f"{start} {listed(parts)}."
+
+
+def _parameters(comparison: Comparison) -> str:
+    ours, theirs = (arm.recorded("parameters") for arm in (comparison.arm, comparison.baseline))
+    if not ours or not theirs or abs(ours / theirs - 1) < ALIKE:
+        return ""
+    return f"It has {percent(abs(ours / theirs - 1))} {'more' if ours > theirs else 'fewer'} parameters."
+
+
+def _of_seeds(n: int, arena: Arena) -> str:
+    return f"{n} of {len(arena.plan.seeds)} seeds"
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {first_few([str(seed) for seed in seeds])}"
+
+
+def departures(arena: Arena) -> list[str]:
+    """Departures from the plan, a sentence each."""
+    plan, lines = arena.plan, []
+    if len(plan.looks) > plan.planned_looks:
+        lines.append(
+            f"Seeds were added {len(plan.looks) - 1} times, and the plan had {plan.planned_looks} looks (arena.looks), "
+            f"so false verdicts are no longer limited to {percent(ALPHA)}."
+        )
+    planned = {run.number: run for run in [*plan.lr_runs(), *plan.seed_runs()]}
+    absent = [str(number) for number in planned if number not in arena.runs]
+    if absent:
+        lines.append(f"{len(absent)} of {len(planned)} planned runs have no folder ({first_few(absent)}).")
+    failed = [run for number, run in arena.runs.items() if number in planned and _without_result(run)]
+    for run in failed:
+        reason = f": {run.summary['message']}".rstrip(" .") if run.summary.get("message") else ""
+        lines.append(f"{run.called} ({planned[int(run.name)].arm}) has no result ({run.status}{reason}).")
+    if extra := [str(number) for number in arena.runs if number not in planned]:
+        lines.append(f"Runs that are not in the plan were left out: {first_few(extra)}.")
+    for number, run in arena.runs.items():
+        one = planned.get(number)
+        if one is None:
+            continue
+        expected = {"seed": one.seed, "arena.arm": one.arm} | ({} if one.lr is None else {"optimizer.lr": one.lr})
+        wrong = {name: value for name, value in expected.items() if run.option(name, value) != value}
+        lines += [
+            f"{run.called} has {name}={run.option(name)}; the plan says {value}." for name, value in wrong.items()
+        ]
+    for arm in arena.arms.values():
+        keys = [_settings(run) for run in arm.runs.values()]
+        differing = sorted({name for key in keys for name in key if key[name] != keys[0].get(name)})
+        if differing:
+            lines.append(
+                f"The runs of {arm.name} are not all the same configuration: they differ in {listed(differing)}."
+            )
+    commits = {str(run.recorded("git").get("commit")) for run in arena.runs.values() if run.recorded("git")}
+    if plan.commit and commits - {plan.commit}:
+        others = listed(sorted(commit[:7] for commit in commits - {plan.commit}))
+        lines.append(f"The plan was written at commit {plan.commit[:7]}; there are runs of {others}.")
+    if len(changes := {run.changes for run in arena.runs.values()}) > 1:
+        named = listed(sorted(digest or "none" for digest in changes))
+        lines.append(f"The code changed between the runs: their uncommitted changes have the digests {named}.")
+    return lines
+
+
+def _without_result(run: Run) -> bool:
+    return run.status != "completed" and not run.out_of_memory and run.diverged() is None
+
+
+def _settings(run: Run) -> dict[str, str]:
+    return {name: value for name, value in comparison_key(run).items() if "${" not in value}
+
+
+def lr_warnings(arena: Arena) -> list[str]:
+    """A sentence for each arm whose best learning rate is the lowest or the highest that was tried."""
+    edges: dict[str, list[ArmRuns]] = {}
+    for arm in arena.arms.values():
+        if arm.lr_at_edge:
+            edges.setdefault("lowest" if arm.lr == arm.tried[0].lr else "highest", []).append(arm)
+    return [
+        f"The best learning rate of {listed([arm.name for arm in arms])} is the {edge} that was tried: a wider sweep "
+        "(arena.lr) may find a better one."
+        for edge, arms in edges.items()
+    ]
+
+
+def go_on(arena: Arena, folder: Path) -> tuple[str, str] | None:
+    """The next step and its command: the runs that are missing, or the seeds that would decide; else None."""
+    plan = arena.plan
+    again = [line for line in plan.arguments if not line.startswith(("hydra.sweep.dir=", "arena.seeds=", "resume="))]
+    if any(comparison.missing for comparison in arena.comparisons):
+        seeds = len(plan.seeds)
+        return "Run the missing runs", _command(again, f"arena.seeds={seeds}", f"hydra.sweep.dir={folder}")
+    more = max((comparison.more or 0 for comparison in arena.comparisons), default=0)
+    if not more:
+        return None
+    wanted = len(plan.seeds) + more
+    if len(plan.looks) < plan.planned_looks:
+        return f"Add {more} seeds", _command(again, f"arena.seeds={wanted}", f"hydra.sweep.dir={folder}")
+    again = [line for line in again if not line.startswith(("arena.first_seed=", "arena.looks="))]
+    fresh = _command(again, f"arena.seeds={wanted}", f"arena.first_seed={plan.seeds.stop}", "arena.looks=1")
+    return f"The planned looks are used up; start anew with {wanted} other seeds, looked at once", fresh
+
+
+def _command(*parts: str | Sequence[str]) -> str:
+    words = [word for part in parts for word in ([part] if isinstance(part, str) else part)]
+    return f"python train.py {shlex.join(words)}"

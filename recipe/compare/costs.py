@@ -1,0 +1,214 @@
+"""The measurements in each cell of a sweep, and conclusions: rankings, crossovers, predicted memory."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from recipe.compare.runs import Run, number
+from recipe.compare.sweeps import Cell, Sweep
+
+GIB = 2**30
+# fp32 weights, their gradients, and AdamW's two moments.
+STATIC_BYTES_PER_PARAMETER = 16
+
+
+class Loss(NamedTuple):
+    """A loss over seeds: the mean, and the standard deviation of one seed's; None with a single seed."""
+
+    mean: float
+    deviation: float | None
+    seeds: int
+
+
+class Speed(NamedTuple):
+    """Tokens per second: the median, and the range of most logged steps of all runs (the tenth and ninetieth percentile
+    of each run's latter half)."""
+
+    median: float
+    low: float
+    high: float
+
+    def times(self, other: Speed) -> Speed | None:
+        """The ratio to another speed; None where the ranges overlap, so that the difference may be chance."""
+        if self.low <= other.high and other.low <= self.high:
+            return None
+        return Speed(self.median / other.median, self.low / other.high, self.high / other.low)
+
+
+class Point(NamedTuple):
+    """One implementation in one cell: losses over its seeds, and medians of its costs. None where not measured."""
+
+    label: str
+    cell: Cell
+    position: int
+    runs: tuple[Run, ...]
+    out_of_memory: bool
+    tokens_per_s: float | None
+    step_ms: float | None
+    mfu: float | None
+    memory_gib: float | None
+    speed: Speed | None
+    train_loss: Loss | None
+    val_loss: Loss | None
+    tokens: float | None
+    trained: bool  # at least one run took a step; runs killed before that show nothing
+
+    @property
+    def loss(self) -> Loss | None:
+        """The final validation loss, else the training loss; None where a run was cut short or it is not finite."""
+        loss = self.train_loss if self.val_loss is None else self.val_loss
+        whole = all(run.status == "completed" for run in self.runs)
+        return loss if whole and loss is not None and math.isfinite(loss.mean) else None
+
+
+class Crossover(NamedTuple):
+    """The length from which on an implementation is faster than the reference at every measured length.
+
+    seq_len  interpolated between the measured lengths around it; None where there is none
+    first    the measured length from which on it is faster; None where it is not faster at the longest
+    speedup  over the reference at the longest length that both were measured at; None where steps vary by more
+    longest  that length
+    """
+
+    label: str
+    seq_len: float | None
+    first: int | None
+    speedup: Speed | None
+    longest: int
+
+
+def points(sweep: Sweep) -> dict[str, list[Point]]:
+    """The measurements of each label, cell by cell."""
+    every = [_point(label, cell, sweep) for cell in sweep.cells for label in cell.labels()]
+    return {label: [point for point in every if point.label == label] for label in sweep.labels()}
+
+
+def _point(label: str, cell: Cell, sweep: Sweep) -> Point:
+    runs = tuple(cell.of(label).values())
+    done = [run for run in runs if not run.out_of_memory]
+    return Point(
+        label=label,
+        cell=cell,
+        position=sweep.position(cell),
+        runs=runs,
+        out_of_memory=not done,
+        trained=any(run.trained for run in runs),
+        tokens_per_s=median_of(run.median("throughput/tokens_per_s") for run in done),
+        step_ms=median_of(run.median("throughput/step_ms") for run in done),
+        mfu=median_of(run.median("throughput/mfu_causal") for run in done),
+        memory_gib=median_of(run.peak() for run in done),
+        speed=speed_of(done),
+        train_loss=loss_of(run.final("train/loss") for run in done),
+        val_loss=loss_of(run.final("val/loss") for run in done),
+        tokens=median_of(number(run.summary.get("tokens")) for run in done),
+    )
+
+
+def ranked(sweep: Sweep) -> list[Point]:
+    """Every implementation in every cell, the lowest loss first."""
+    every = [point for of_label in points(sweep).values() for point in of_label]
+    return sorted(every, key=lambda point: math.inf if point.loss is None else point.loss.mean)
+
+
+def loss_of(losses: Iterable[float | None]) -> Loss | None:
+    """The known losses of several seeds as one; None without any."""
+    known = [loss for loss in losses if loss is not None]
+    if not known:
+        return None
+    mean = statistics.fmean(known)
+    deviation = statistics.stdev(known) if len(known) > 1 and math.isfinite(mean) else None
+    return Loss(mean, deviation, len(known))
+
+
+def speed_of(runs: Sequence[Run]) -> Speed | None:
+    """The speed of runs of one implementation in one cell.
+
+    None where no run recorded it, and for a single run on a CPU, which other work of the machine may slow down by half.
+    """
+    measured = [run for run in runs if run.median("throughput/tokens_per_s")]
+    if not measured or (len(measured) < 2 and measured[0].recorded("device").get("type") == "cpu"):
+        return None
+    medians = [run.median("throughput/tokens_per_s") or 0.0 for run in measured]
+    ends = [end for run, median in zip(measured, medians, strict=True) for end in _most_steps(run, median)]
+    return Speed(statistics.median(medians), min(ends), max(ends))
+
+
+def _most_steps(run: Run, median: float) -> tuple[float, float]:
+    """The range of most logged steps of a run, which holds its median."""
+    values = run.series("throughput/tokens_per_s").finite().values
+    if not len(values):
+        return median, median
+    low, high = np.percentile(values[len(values) // 2 :], (10, 90))
+    return min(float(low), median), max(float(high), median)
+
+
+def median_of(values: Iterable[float | None]) -> float | None:
+    """The median of the known values; None without any."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def attention_alone(runs: Iterable[Run]) -> bool:
+    """Whether memory counts one attention layer alone, as on a CPU."""
+    return any(run.summary.get("memory_source") == "attention" for run in runs)
+
+
+def predicted_memory(sweep: Sweep, label: str) -> list[tuple[int, float]]:
+    """(seq_len, GiB) at every length, from the two shortest that were measured.
+
+    tiles    constant + a * T
+    scores   constant + a * T + b * T^2, of naive and SDPA's math backend: the constant is 16 bytes a parameter, or
+             nothing where the attention alone was measured
+
+    Empty where no more than two were measured, or where the sequences of a micro-batch change with the length.
+    """
+    measured = [point for point in points(sweep)[label] if point.memory_gib is not None]
+    if len(measured) < 3 or sweep.axis != "seq_len" or len({run.sequences for run in sweep.runs}) > 1:
+        return []
+    run = measured[0].runs[0]
+    (T0, gib0), (T1, gib1) = ((point.position, point.memory_gib or 0.0) for point in measured[:2])
+    if run.attention == "naive" or (run.attention == "sdpa" and run.option("attention.backend") == "math"):
+        parameters = 0.0 if attention_alone([run]) else number(run.summary.get("parameters")) or 0.0
+        constant = min(STATIC_BYTES_PER_PARAMETER * parameters / GIB, gib0)
+        b = max(0.0, ((gib1 - constant) / T1 - (gib0 - constant) / T0) / (T1 - T0))
+        a = (gib0 - constant) / T0 - b * T0
+    else:
+        a = (gib1 - gib0) / (T1 - T0)
+        b, constant = 0.0, gib0 - a * T0
+    return [(cell.seq_len, constant + a * cell.seq_len + b * cell.seq_len**2) for cell in sweep.cells]
+
+
+def crossovers(sweep: Sweep, reference: str = "naive") -> list[Crossover]:
+    """The length from which on each implementation is faster than `reference`, for those with lengths in common."""
+    speeds = {
+        label: {point.position: point.speed for point in series if point.speed}
+        for label, series in points(sweep).items()
+    }
+    theirs = speeds.get(reference, {})
+    crossovers = []
+    for label, ours in speeds.items():
+        shared = sorted(ours.keys() & theirs.keys())
+        if label == reference or not shared:
+            continue
+        gains = [math.log(ours[T].median / theirs[T].median) for T in shared]
+        speedup = ours[shared[-1]].times(theirs[shared[-1]])
+        lasting = next((n for n in range(len(gains)) if speedup and min(gains[n:]) > 0), None)
+        length = None
+        if lasting:  # straight lines in the logarithms of time and length
+            (T0, T1), (g0, g1) = map(math.log, shared[lasting - 1 : lasting + 1]), gains[lasting - 1 : lasting + 1]
+            length = math.exp(T0 + (T1 - T0) * -g0 / (g1 - g0))
+        first = None if lasting is None else shared[lasting]
+        crossovers.append(Crossover(label, length, first, speedup, shared[-1]))
+    return crossovers
+
+
+def same_tokens(sweep: Sweep) -> bool:
+    """Whether runs of several lengths were trained on equally many tokens, so that their losses compare contexts."""
+    trained = [point for of_label in points(sweep).values() for point in of_label if point.val_loss is not None]
+    totals = [point.tokens or 0.0 for point in trained]
+    return sweep.axis == "seq_len" and len({p.position for p in trained}) > 1 and 0 < max(totals) <= 1.02 * min(totals)

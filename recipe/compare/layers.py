@@ -1,0 +1,71 @@
+"""The probes' comparison of each layer's attention alone with fp64: see recipe/training/parity/layers.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from recipe.compare.runs import Run
+from recipe.wording import listed, times
+
+ERRORS = ("parity/attention_error", "parity/attention_error_higher")
+
+
+class Alone(NamedTuple):
+    """The worst check of all layers.
+
+    checks     how many there were
+    errors     precision -> the largest error, as a share of what rounding explains: the run's, and a higher one
+    step       of the largest, and `where` it is: layer, mode, result and row
+    unseen     the parts that could not be compared, with the reasons
+    """
+
+    checks: int
+    errors: dict[str, float]
+    step: int
+    where: str
+    unseen: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether rounding explains all errors."""
+        return max(self.errors.values()) <= 1
+
+    def sentences(self) -> list[str]:
+        """The measurement behind the verdict, or the fault, and the parts that could not be compared."""
+        precision, largest = max(self.errors.items(), key=lambda item: item[1])
+        shares = listed([f"{share:.2g} in {name}" for name, share in self.errors.items()])
+        if self.agrees:
+            checks = f"{self.checks} check{'s' if self.checks > 1 else ''} in training and evaluation"
+            verdict = [
+                f"Each layer's attention alone is within rounding of fp64, row by row ({shares} of it; {checks})."
+            ]
+        else:
+            error = "not finite" if largest == float("inf") else f"{times(largest)} what rounding explains"
+            verdict = [f"Its attention alone is wrong: {error} at step {self.step:,} ({self.where})."]
+        unseen = list(self.unseen)
+        if not {"fp32", "fp64"} & set(self.errors):
+            unseen.append(f"errors below the rounding of {precision}")
+        return [*verdict, f"Not seen: {listed(unseen)}."] if unseen else verdict
+
+
+def alone_worst(runs: Sequence[Run]) -> Alone | None:
+    """The worst of all checks in the runs of one implementation; None where none was made, as by older versions."""
+    errors: dict[str, float] = {}
+    worst, step, where, checks, unseen = -1.0, 0, "", 0, dict[str, None]()
+    for run in runs:
+        for record in run.records:
+            if ERRORS[0] not in record:
+                continue
+            checks += 1
+            names = (run.precision, str(record.get("parity/attention_precision")))
+            for name, metric in zip(names, ERRORS, strict=True):
+                if metric not in record:
+                    continue
+                share = float(record[metric])  # "inf" is text
+                errors[name] = max(errors.get(name, 0.0), share)
+                if share > worst:
+                    worst, step, where = share, int(record["step"]), str(record.get("parity/attention_worst", ""))
+            for part in filter(None, str(record.get("parity/attention_unseen", "")).split("; ")):
+                unseen[part] = None
+    return Alone(checks, errors, step, where, tuple(unseen)) if checks else None

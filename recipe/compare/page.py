@@ -1,0 +1,219 @@
+"""The report: one self-contained page of HTML, and the same as Markdown, figures and CSV next to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup
+
+from recipe.compare.drawing import Chart, css_variables, render_png, render_svg
+from recipe.compare.figures import charts
+from recipe.compare.labels import heading, headings, places
+from recipe.compare.parity import judge
+from recipe.compare.runs import Run, RunSet
+from recipe.compare.sweeps import Sweep, labels_of, sweeps_of
+from recipe.compare.tables import Table, ablation_table, cell_table, run_table, runs_csv
+from recipe.compare.text import Answer, answer, notes_on
+from recipe.compare.verdict import Outcome, Verdict, outcome_of
+from recipe.files import number
+from recipe.training.parity import PARITY_MARGIN
+from recipe.wording import duration
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+class Drawing(NamedTuple):
+    """A figure in its renderings; `path` is the path of its files, relative to the page and without suffix."""
+
+    path: str
+    title: str
+    caption: str
+    svg: Markup
+
+
+class Section(NamedTuple):
+    """The report's section on one sweep; `prefix` distinguishes its files and ids from other sweeps'."""
+
+    prefix: str
+    title: str
+    subtitle: str
+    answer: Answer
+    drawings: tuple[Drawing, ...]
+    tables: tuple[Table, ...]
+
+
+class Report(NamedTuple):
+    """Everything the templates show."""
+
+    headline: str
+    tone: str
+    outcome: Outcome | None  # the parity verdict, where implementations were compared
+    sections: tuple[Section, ...]
+    notes: tuple[str, ...]
+    runs: Table
+    sources: tuple[tuple[str, str], ...]
+    method: str | None = None  # the template that explains how the verdicts are reached
+    lead: Drawing | None = None  # stands beside the headline
+    commands: tuple[tuple[str, str], ...] = ()  # the next step, and its command
+
+
+def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report:
+    """Write index.html, report.md, runs.csv and figures/ into `out`.
+
+    reference  the label of the implementation that the others are compared with
+    """
+    runs, labels = run_set.runs, labels_of(run_set.runs)
+    sweeps = sweeps_of(runs)
+    cells = [cell for sweep in sweeps for cell in sweep.cells]
+    found_at = places([cell.runs for cell in cells])
+    where = {run.name: ", ".join(place) for cell, place in zip(cells, found_at, strict=True) for run in cell.runs}
+    differing = headings([[cell.runs for cell in sweep.cells] for sweep in sweeps])
+    verdicts = judge(cells, reference)
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    sections = tuple(
+        _section(sweep, verdicts, reference, f"{n + 1}-" if len(sweeps) > 1 else "", heading(differing[n]), out)
+        for n, sweep in enumerate(sweeps)
+    )
+    spoken = next((s for s in sections if s.answer.tone == "broken"), sections[0])
+    outcome = outcome_of([verdict for verdict in verdicts if verdict.decisive])
+    report = Report(
+        headline=spoken.answer.headline,
+        tone=spoken.answer.tone,
+        outcome=outcome,
+        sections=sections,
+        notes=tuple(notes_on(run_set, sweeps)),
+        runs=run_table(runs, labels, where),
+        sources=sources_of(runs),
+        method="method.j2" if outcome else None,
+    )
+    write_page(report, out, runs_csv(runs, labels, where), reference=reference, margin=f"{PARITY_MARGIN:g}")
+    return report
+
+
+def write_page(report: Report, out: Path, csv: str, **shown: Any) -> None:
+    """Write index.html, report.md and runs.csv.
+
+    csv    the runs as numbers
+    shown  values for the template of the method
+    """
+    shown["report"] = report
+    light, dark = Markup(css_variables(dark=False)), Markup(css_variables(dark=True))
+    page = _environment(autoescape=True).get_template("index.html.j2").render(shown, light=light, dark=dark)
+    (out / "index.html").write_text(page, encoding="utf-8")
+    markdown = _environment(finalize=escape_markdown).get_template("report.md.j2").render(shown)
+    (out / "report.md").write_text(markdown, encoding="utf-8")
+    (out / "runs.csv").write_text(csv, encoding="utf-8")
+
+
+def _environment(**options: Any) -> jinja2.Environment:
+    options |= {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    return jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, **options)
+
+
+def escape_markdown(value: Any) -> str:
+    """Text that Markdown shows unchanged: without markup, HTML, or the end of a cell or line. Markup stays as it is."""
+    if isinstance(value, Markup):
+        return str(value)
+    text = re.sub(r"([\\`*<>\[\]|~]|&(?=#|\w+;)|(?<!\w)_|_(?!\w))", r"\\\1", str(value))
+    return " ".join(text.split("\n"))
+
+
+def _section(
+    sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: str, settings: str, out: Path
+) -> Section:
+    """Draw and describe a sweep.
+
+    prefix  of its files and ids
+    settings  the ones that differ from other sweeps
+    """
+    verdicts_here = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
+    model, data = (_all_of(str(run.option(f"{part}.name", part)) for run in sweep.runs) for part in ("model", "data"))
+    return Section(
+        prefix,
+        f"{model} on {data}{f', {settings}' if settings else ''}",
+        subtitle(sweep.runs),
+        answer(sweep, verdicts_here, reference),
+        tuple(draw(chart, out) for chart in charts(sweep, verdicts_here, reference, prefix)),
+        tuple(table for table in (cell_table(sweep, verdicts_here), ablation_table(sweep.runs)) if table),
+    )
+
+
+def subtitle(runs: Sequence[Run]) -> str:
+    """The model, the lengths, the precision and the devices of runs, in a line."""
+    sizes = {"layers": "layer", "heads": "head", "embd": "channel"}
+    parts = [
+        ", ".join(_from_to([run.option(f"model.n_{key}") for run in runs], unit) for key, unit in sizes.items()),
+        f"seq_len {_from_to([run.seq_len for run in runs])}",
+        f"dropout {_all_of(format(run.option('attention.dropout') or 0.0, 'g') for run in runs)}",
+        _all_of(run.precision for run in runs),
+        _all_of(f"{run.devices} x {run.device}" if run.devices > 1 else run.device for run in runs),
+    ]
+    return " · ".join(parts)
+
+
+def _from_to(values: Sequence[Any], unit: str = "") -> str:
+    """The smallest and the largest of some counts, with their unit: "32 to 64 channels"."""
+    known = sorted({int(value) for value in values if number(value) is not None})
+    if not known:
+        return f"? {unit}s"
+    counts = f"{known[0]:,} to {known[-1]:,}" if len(known) > 1 else f"{known[0]:,}"
+    return f"{counts} {unit}{'' if known == [1] else 's'}" if unit else counts
+
+
+def _all_of(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(value for value in values if value)) or "not recorded"
+
+
+def draw(chart: Chart, out: Path) -> Drawing:
+    """The renderings of a figure, with its files below `out`."""
+    path = f"figures/{chart.name}"
+    (out / f"{path}.png").write_bytes(render_png(chart, dark=False))
+    (out / f"{path}-dark.png").write_bytes(render_png(chart, dark=True))
+    svg = Markup(render_svg(chart))  # drawn here, from numbers and escaped labels
+    return Drawing(path, chart.title, chart.caption, svg)
+
+
+def sources_of(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
+    """The origin of the report's runs, as (name, text)."""
+    versions = [run.recorded("versions") for run in runs]
+    kernels = [f"{run.attention}: {path}" for run in runs if (path := run.summary.get("attention_path"))]
+    return (
+        ("Run folders", _all_of(str(run.folder.parent) for run in runs)),
+        ("Devices", _all_of(run.device for run in runs)),
+        ("Precision", _all_of(run.precision for run in runs)),
+        *([("Kernels", _all_of(kernels))] if kernels else []),
+        ("Commits", _all_of(run.commit for run in runs)),
+        ("Software", _all_of(", ".join(f"{name} {v}" for name, v in version.items() if v) for version in versions)),
+        ("Run on", _all_of(sorted(str(run.summary.get("started") or "")[:10] for run in runs))),
+        *([("Time", took)] if (took := time_of(runs)) else []),
+    )
+
+
+def time_of(runs: Sequence[Run]) -> str:
+    """The time from the first start to the last end of runs, in words; empty where it is unknown."""
+    seconds = span(runs)
+    if seconds is None:
+        return ""
+    named = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
+    return f"{named} in {duration(seconds)}, from the first start to the last end"
+
+
+def span(runs: Sequence[Run]) -> float | None:
+    """Seconds from the start of the first run to the end of the last; None where one of them is unknown."""
+    starts, ends = ([_moment(run, name) for run in runs] for name in ("started", "finished"))
+    if not runs or None in (*starts, *ends):
+        return None
+    return (max(filter(None, ends)) - min(filter(None, starts))).total_seconds()
+
+
+def _moment(run: Run, name: str) -> datetime | None:
+    try:
+        moment = datetime.fromisoformat(str(run.summary.get(name)))
+    except ValueError:
+        return None
+    return moment if moment.tzinfo else None

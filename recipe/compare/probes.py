@@ -1,0 +1,142 @@
+"""Figures of the probes after training: accuracy by length and distance, and the loss by position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, NullLocator
+from numpy.typing import NDArray
+
+from recipe.compare.drawing import Chart, Palette, height_for, label_axes, legend, styles
+from recipe.compare.runs import Run
+from recipe.files import number
+from recipe.wording import percent, short_length
+
+Curves = Mapping[str, Sequence[Run]]  # a name, and its seeds
+Heat = NDArray[np.float64]  # (lengths, distances), NaN where nothing was asked
+ROW, HEAD = 0.27, 0.36  # inches of a length, and of the name above a map
+POSITION_LOSS = "position_loss"
+
+
+def probe_charts(curves: Curves) -> list[Chart]:
+    """A heat map for each task, and the loss by position; nothing where no run has them."""
+    names = dict.fromkeys(name for runs in curves.values() for run in runs for name in run.recorded("probes"))
+    charts = [_heat_chart(curves, name) for name in names if name != POSITION_LOSS]
+    return [chart for chart in (*charts, _position_chart(curves)) if chart]
+
+
+def _heats(runs: Sequence[Run], name: str) -> list[Mapping[str, Any]]:
+    """The maps of a task that the runs recorded, without damaged ones."""
+    recorded = [run.recorded("probes").get(name) for run in runs]
+    return [d for d in recorded if isinstance(d, Mapping) and _fits(d)]
+
+
+def _fits(details: Mapping[str, Any]) -> bool:
+    lengths: Any
+    distances: Any
+    lengths, distances, rows = (details.get(field) for field in ("lengths", "distances", "accuracy"))
+    return (
+        _numbers(lengths)
+        and _numbers(distances)
+        and isinstance(rows, list)
+        and len(rows) == len(lengths)
+        and all(isinstance(row, list) and len(row) == len(distances) for row in rows)
+        and all(value is None or number(value) is not None for row in rows for value in row)
+    )
+
+
+def _numbers(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(number(value) is not None for value in values)
+
+
+def _heat_chart(curves: Curves, name: str) -> Chart | None:
+    recorded = {label: _heats(runs, name) for label, runs in curves.items()}
+    maps = {label: _mean_map(details) for label, details in recorded.items() if details}
+    if not maps:
+        return None
+    widest = max((d for details in recorded.values() for d in details), key=lambda d: len(d["lengths"]))
+    caption = (
+        "Right answers in percent, means over the seeds, by the distance to the token that decides the answer: from "
+        f"the number below to the next. Guessing gives {percent(number(widest.get('chance')))}. The first row is the "
+        "trained length; learned positions have no others."
+    )
+    draw = partial(draw_heat, maps=maps, lengths=widest["lengths"], distances=widest["distances"])
+    height = 0.35 + sum(HEAD + ROW * len(heat) for heat in maps.values())
+    return Chart(f"recall-{name}", f"Recall by length and distance: {name}", caption, draw, height)
+
+
+def _mean_map(details: Sequence[Mapping[str, Any]]) -> Heat:
+    """The mean over the seeds in each cell."""
+    alike = [d for d in details if d["lengths"] == details[0]["lengths"]]
+    cells = np.array([[[np.nan if a is None else a for a in row] for row in d["accuracy"]] for d in alike], np.float64)
+    return cells.mean(0)  # every seed is asked the same
+
+
+def draw_heat(
+    figure: Figure, palette: Palette, maps: Mapping[str, Heat], lengths: Sequence[int], distances: Sequence[int]
+) -> None:
+    """One map below the other: a row for each length, a column for each range of distances."""
+    every = figure.subplots(
+        len(maps), 1, sharex=True, squeeze=False, height_ratios=[len(heat) for heat in maps.values()]
+    )[:, 0]
+    for axes, (name, heat) in zip(every, maps.items(), strict=True):
+        label_axes(axes, palette, name)
+        axes.set_title(name, loc="left", color=palette["ink"], pad=4)
+        axes.grid(visible=False)
+        for (row, column), value in np.ndenumerate(heat):
+            if np.isnan(value):
+                continue
+            cell = Rectangle(
+                (column - 0.48, row - 0.46), 0.96, 0.92, facecolor=palette["flash"], alpha=0.06 + 0.84 * value, lw=0
+            )
+            axes.add_patch(cell)
+            ink = palette["surface"] if value > 0.55 else palette["ink"]
+            axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=ink, fontsize=8.5)
+        axes.set_yticks(range(len(heat)), [short_length(T) for T in lengths[: len(heat)]])
+        axes.set_ylim(len(heat) - 0.5, -0.5)
+    filled = [column for heat in maps.values() for column in np.flatnonzero((~np.isnan(heat)).any(0)).tolist()]
+    columns = 1 + max(filled, default=len(distances) - 1)
+    every[-1].set_xlim(-0.5, columns - 0.5)
+    every[-1].set_xticks(range(columns), [short_length(d) for d in distances[:columns]])
+    every[-1].set_xlabel("tokens back", color=palette["muted"], loc="right")
+
+
+def _position_chart(curves: Curves) -> Chart | None:
+    losses = {label: details for label, runs in curves.items() if (details := _losses(runs))}
+    if not losses:
+        return None
+    caption = (
+        "The validation loss of a token by its position in the window, means over the seeds. A line that goes on "
+        "falling gains from the context. The vertical line is the trained length."
+    )
+    draw = partial(draw_positions, losses=losses)
+    return Chart("position-loss", "Loss by position", caption, draw, height_for(list(losses)))
+
+
+def _losses(runs: Sequence[Run]) -> list[Mapping[str, Any]]:
+    """The losses by position that the runs recorded, without damaged ones."""
+    recorded = [run.recorded("probes").get(POSITION_LOSS) for run in runs]
+    whole = [d for d in recorded if isinstance(d, Mapping) and _numbers(d.get("positions")) and _numbers(d.get("loss"))]
+    return [d for d in whole if len(d["positions"]) == len(d["loss"])]
+
+
+def draw_positions(figure: Figure, palette: Palette, losses: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """A curve for each name over the position, which is logarithmic."""
+    axes, looks = figure.add_subplot(), styles(list(losses), palette)
+    for name, details in losses.items():
+        positions = 1 + np.array(details[0]["positions"])
+        values = np.mean([d["loss"] for d in details if d["positions"] == details[0]["positions"]], 0)
+        axes.plot(positions, values, color=looks[name].colour, ls=looks[name].line, lw=1.8, label=name)
+    trained = number(next(iter(losses.values()))[0].get("trained"))
+    if trained:
+        axes.axvline(trained, color=palette["naive"], lw=1.2, zorder=1)
+    label_axes(axes, palette, "validation loss, nats per token", "position in the window")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_length(value)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    legend(figure, axes, palette)

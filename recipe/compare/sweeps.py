@@ -1,0 +1,186 @@
+"""Which runs belong together: a cell (equal but for implementation and seed), a sweep (cells of other settings).
+
+A sweep over seq_len or over the number of devices has an axis; one over anything else (optimizer.lr, score) has none,
+and its cells stand side by side.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from recipe.compare.drawing import IMPLEMENTATIONS
+from recipe.compare.labels import among, comparison_key, places
+from recipe.compare.pairing import by_seed
+from recipe.compare.runs import UNKNOWN, Run
+
+# Settings that a sweep over lengths or devices also changes, to keep the tokens of a step or of a run equal.
+_BATCH = ("training.batch_size", "training.batch_tokens")
+_WITH_LENGTH = ("seq_len", *_BATCH, "training.steps", "training.eval_batches", "schedule.warmup_steps")
+_WITH_DEVICES = ("devices", *_BATCH, "parallel")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs equal in everything but implementation and seed: their curves may be compared step by step.
+
+    names   of each run's implementation, by the run's name
+    where   the settings that distinguish the cell from the others of its sweep, as overrides: ("optimizer.lr=0.003",)
+    """
+
+    runs: tuple[Run, ...]
+    names: Mapping[str, str]
+    where: tuple[str, ...] = ()
+
+    @property
+    def seq_len(self) -> int:
+        return self.runs[0].seq_len
+
+    @property
+    def devices(self) -> int:
+        return self.runs[0].devices
+
+    @property
+    def short(self) -> str:
+        """`where` without the groups of the settings, unless two share a name: "lr=0.003"."""
+        pairs = [setting.partition("=") for setting in self.where]
+        last = [name.split(".")[-1] for name, _, _ in pairs]
+        return " ".join(
+            f"{short if last.count(short) == 1 else name}={value}"
+            for (name, _, value), short in zip(pairs, last, strict=True)
+        )
+
+    def label(self, run: Run) -> str:
+        return self.names[run.name]
+
+    def labels(self) -> list[str]:
+        """Implementations in order: naive, tiled, sdpa, flash, flex, then the others."""
+        return sorted({self.label(run) for run in self.runs}, key=label_order)
+
+    def of(self, label: str) -> dict[int, Run]:
+        """The runs of an implementation by seed; of several tries of one seed the one that came furthest."""
+        return by_seed(run for run in self.runs if self.label(run) == label)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Cells that are read side by side; `axis` is seq_len or devices, by which they are sorted, or None."""
+
+    cells: tuple[Cell, ...]
+    axis: str | None = None
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        return tuple(run for cell in self.cells for run in cell.runs)
+
+    def labels(self) -> list[str]:
+        return sorted({label for cell in self.cells for label in cell.labels()}, key=label_order)
+
+    def position(self, cell: Cell) -> int:
+        """The cell's position on the axis; without an axis, its place in the sweep."""
+        return int(getattr(cell, self.axis)) if self.axis else self.cells.index(cell)
+
+
+def label_order(label: str) -> tuple[int, list[tuple[int, str]]]:
+    """Sorts implementations as readers expect them, and 8x8 before 16x16."""
+    name, words = label.split(" ")[0], label.replace("=", " ").replace("x", " ").split()
+    order = IMPLEMENTATIONS.index(name) if name in IMPLEMENTATIONS else len(IMPLEMENTATIONS)
+    return order, [(int(word), "") if word.isdigit() else (-1, word) for word in words]
+
+
+def labels_of(runs: Sequence[Run]) -> dict[str, str]:
+    """Each run's implementation, with the attention options in which its namesakes differ, by the run's name."""
+    labels = {}
+    for run in runs:
+        options = _attention_options(run)
+        others = [_attention_options(other) for other in runs if other.attention == run.attention]
+        differing = [key for key in options if any(key in other and other[key] != options[key] for other in others)]
+        words = []
+        if {"block_q", "block_k"} & set(differing):
+            words.append(f"{options['block_q']}x{options['block_k']}")
+        for key in differing:
+            if key == "ablate":
+                words += [str(options[key])] if run.ablated else []
+            elif key not in ("block_q", "block_k"):
+                words.append(f"{key}={options[key]}")
+        labels[run.name] = " ".join([run.attention, *words])
+    return labels
+
+
+def _attention_options(run: Run) -> dict[str, Any]:
+    options = {name.partition(".")[2]: value for name, value in run.settings.items() if among(name, ("attention",))}
+    return {name: value for name, value in options.items() if name not in ("name", "dropout")}
+
+
+def cells_of(runs: Sequence[Run]) -> list[Cell]:
+    """Runs that may be compared step by step, in order of their sequence length.
+
+    A run that was killed recorded neither device nor precision, and its settings have unresolved references. It belongs
+    to the runs with the same other settings, if these agree with each other.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.device == UNKNOWN):
+        key = comparison_key(run)
+        if run.device == UNKNOWN:
+            alike = [members for members in groups.values() if _same_where_known(key, comparison_key(members[0]))]
+            if len(alike) == 1:
+                alike[0].append(run)
+                continue
+        groups.setdefault(json.dumps(key), []).append(run)
+    labels = labels_of(runs)
+    cells = [Cell(tuple(members), labels) for members in groups.values()]
+    return sorted(cells, key=lambda cell: cell.seq_len)
+
+
+def _same_where_known(killed: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether the settings that a killed run recorded equal the other's."""
+    known = {n for n, value in killed.items() if "${" not in value} - {"device", "devices", "training.precision"}
+    return all(killed[name] == other.get(name) for name in known)
+
+
+def sweeps_of(runs: Sequence[Run]) -> list[Sweep]:
+    """Cells side by side: over the sequence length where one was swept, else over whatever differs.
+
+    A sweep may change batch and steps with the length, to keep tokens equal; where one length comes with several
+    batches, only equal batches belong together. Runs on other data or another kind of device have their own sweep.
+    """
+    sweeps: list[Sweep] = []
+    rest: list[Cell] = []
+    for cells in _partition(cells_of(runs), lambda name: name not in _WITH_LENGTH):
+        one_batch = len({cell.seq_len for cell in cells}) == len(cells)
+        for group in [cells] if one_batch else _partition(cells, lambda name: name != "seq_len"):
+            if len(group) > 1:
+                sweeps.append(_along(group, "seq_len"))
+            else:
+                rest += group
+    for group in _partition(rest, lambda name: among(name, ("data", "device")) and name != "data.documents"):
+        keys = [comparison_key(cell.runs[0]) for cell in group]
+        names = {name for name in set().union(*keys) if len({key.get(name) for key in keys}) > 1}
+        if "devices" in names and all(among(name, _WITH_DEVICES) for name in names):
+            sweeps.append(_along(group, "devices"))
+        else:
+            sweeps.append(Sweep(_placed(group)))
+    return sweeps
+
+
+def _partition(cells: Sequence[Cell], shared: Callable[[str], bool]) -> list[list[Cell]]:
+    """Cells that agree in the settings whose names are `shared`."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        key = {name: value for name, value in comparison_key(cell.runs[0]).items() if shared(name)}
+        groups.setdefault(json.dumps(key), []).append(cell)
+    return list(groups.values())
+
+
+def _placed(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    """The cells, each with the settings that distinguish it."""
+    settings = places([cell.runs for cell in cells])
+    return tuple(replace(cell, where=where) for cell, where in zip(cells, settings, strict=True))
+
+
+def _along(cells: Sequence[Cell], axis: str) -> Sweep:
+    """The sweep of cells over an axis, which differ by their position on it."""
+    placed = [replace(cell, where=(f"{axis}={getattr(cell, axis)}",)) for cell in cells]
+    return Sweep(tuple(sorted(placed, key=lambda cell: int(getattr(cell, axis)))), axis)

@@ -1,0 +1,203 @@
+"""The numbers of the report as tables of words, and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from recipe.compare.costs import Loss, Point, attention_alone, points, predicted_memory, ranked
+from recipe.compare.runs import Run, number
+from recipe.compare.sweeps import Sweep
+from recipe.compare.verdict import Verdict
+from recipe.wording import duration, memory_unit, percent, size, times
+
+DASH = "-"
+Names = Mapping[str, str]
+
+
+class Table(NamedTuple):
+    """Rows of words under columns; `numeric` columns are aligned right."""
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: frozenset[int]
+    caption: str = ""
+
+
+def table(name: str, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Table:
+    """A table without empty columns. A column whose cells look like numbers is numeric."""
+    cells = [tuple(row) for row in rows]
+    shown = [n for n in range(len(columns)) if any(row[n] != DASH for row in cells)]
+    cells = [tuple(row[n] for n in shown) for row in cells]
+    numeric = {
+        n
+        for n in range(1, len(shown))
+        if any(any(c.isdigit() for c in row[n]) for row in cells) and all(row[n][:1] in "0123456789-+" for row in cells)
+    }
+    return Table(name, title, tuple(columns[n] for n in shown), tuple(cells), frozenset(numeric), caption)
+
+
+def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
+    """The measurements of each implementation under each setting: along the axis, or the lowest loss first."""
+    along = [point for of_label in points(sweep).values() for point in of_label]
+    predicted = {label: dict(predicted_memory(sweep, label)) for label in sweep.labels()}
+    judged = {(verdict.label, sweep.position(verdict.cell)): verdict for verdict in verdicts if verdict.decisive}
+    rows = []
+    for point in along if sweep.axis else ranked(sweep):
+        verdict = judged.get((point.label, point.position))
+        probe = verdict.probe if verdict else None
+        rows.append(
+            [
+                f"{point.position:,}" if sweep.axis else ", ".join(point.cell.where) or DASH,
+                point.label,
+                verdict.outcome.value if verdict else DASH,
+                times(probe.ratio).removesuffix(" times") if probe else DASH,
+                _state(point),
+                str(len(point.runs)),
+                over_seeds(point.train_loss),
+                over_seeds(point.val_loss),
+                speed(point),
+                DASH if point.step_ms is None else f"{point.step_ms:.3g} ms",
+                DASH if point.mfu is None else f"{100 * point.mfu:.3g} %",
+                memory(point.memory_gib),
+                memory(predicted[point.label].get(point.position)),
+            ]
+        )
+    columns = [sweep.axis or "settings", "implementation", "parity", "times rounding", "outcome", "seeds"]
+    columns += ["train loss", "val loss", "tokens/s", "step", "MFU (causal)"]
+    columns += [f"memory{' (one layer)' if attention_alone(sweep.runs) else ''}", "predicted"]
+    title = f"By {sweep.axis}" if sweep.axis else f"By {'setting' if len(sweep.cells) > 1 else 'implementation'}"
+    title += "" if sweep.axis else ", lowest loss first"
+    return table("cells", title, columns, rows, caption_of(along)) if len(rows) > 1 else None
+
+
+def caption_of(along: Sequence[Point]) -> str:
+    """The meaning of a table's losses and costs."""
+    losses = [kind for point in along for kind in (point.train_loss, point.val_loss) if kind]
+    several = any(loss.seeds > 1 for loss in losses)
+    words = "Losses: mean over seeds ± standard deviation of one." if several else "Losses: of one seed each."
+    return f"{words} Costs: medians; tokens/s ± half the range of most steps, where it is known."
+
+
+def _state(point: Point) -> str:
+    """How the runs of a point ended, if not all completed."""
+    if point.out_of_memory:
+        return "out of memory"
+    stopped = [run.diverged() for run in point.runs if run.diverged() is not None]
+    if stopped:
+        return f"not finite at step {min(s for s in stopped if s is not None):,}"
+    return next((run.status for run in point.runs if run.status != "completed"), DASH)
+
+
+def ablation_table(runs: Sequence[Run]) -> Table | None:
+    """The errors without a line of the online softmax, their place and size: `ablation` of the summaries."""
+    measured = [run.summary.get("ablation") for run in runs]
+    entries = [
+        entry
+        for entries_of_run in measured
+        if isinstance(entries_of_run, list)
+        for entry in entries_of_run
+        if isinstance(entry, Mapping)
+    ]
+    rows = []
+    for entry in entries:
+        tile, row = entry.get("first_bad_tile"), entry.get("first_bad_row")
+        rows.append(
+            (
+                str(entry.get("ablate", DASH)),
+                str(entry.get("dtype", DASH)),
+                f"({tile[0]}, {tile[1]})" if isinstance(tile, Sequence) and len(tile) == 2 else "none",
+                str(row) if row is not None else "none",
+                "inf or NaN" if entry.get("non_finite") else "finite",
+                size(number(entry.get("max_error"))),
+            )
+        )
+    columns = ["left out", "dtype", "first wrong tile", "row", "output", "largest finite error"]
+    caption = "Tiles are (block of queries, block of keys) in the order visited; rows are counted over the sequence."
+    return table("ablation", "Where the output goes wrong", columns, dict.fromkeys(rows), caption) if rows else None
+
+
+def run_table(runs: Sequence[Run], labels: Names, places: Names, subject: str = "implementation") -> Table:
+    """Every run.
+
+    labels, places  the implementation, and the settings that distinguish a run, by the run's name
+    subject         the heading of the labels
+    """
+    rows = [
+        [
+            run.name,
+            labels[run.name],
+            places[run.name] or DASH,
+            str(run.seed),
+            run.status.replace("_", " ") + (f" at step {run.step:,}" if run.status != "completed" else ""),
+            loss(run.final("train/loss")),
+            loss(run.final("val/loss")),
+            count(run.median("throughput/tokens_per_s")),
+            memory(run.peak()),
+            DASH if (took := number(run.summary.get("wall_time_s"))) is None else duration(took),
+        ]
+        for run in runs
+    ]
+    columns = ["run", subject, "settings", "seed", "status", "train loss", "val loss", "tokens/s", "memory"]
+    return table("runs", "All runs", [*columns, "wall time"], rows)
+
+
+def runs_csv(runs: Sequence[Run], labels: Names, places: Names, subject: str = "implementation") -> str:
+    """One line a run, numbers unrounded."""
+    recorded = ("attention_path", "best_val_loss", "wall_time_s", "tokens", "parameters", "started")
+    rows = [
+        {"run": run.name, subject: labels[run.name], "settings": places[run.name], "seed": run.seed}
+        | {"seq_len": run.seq_len, "status": run.status, "step": run.step, "devices": run.devices}
+        | {"train_loss": run.final("train/loss"), "val_loss": run.final("val/loss")}
+        | {name: run.median(f"throughput/{name}") for name in ("tokens_per_s", "step_ms", "mfu_full", "mfu_causal")}
+        | {name: run.peak(f"memory/{name}") for name in ("peak_allocated_gib", "peak_reserved_gib")}
+        | {"device": run.device, "precision": run.precision, "commit": run.commit}
+        | {name: run.summary.get(name) for name in recorded}
+        for run in runs
+    ]
+    return _csv([[*rows[0]], *([*row.values()] for row in rows)])
+
+
+def as_csv(table: Table) -> str:
+    """The words of a table."""
+    return _csv([table.columns, *table.rows])
+
+
+def _csv(rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def over_seeds(value: Loss | None) -> str:
+    """A loss with the spread between seeds."""
+    if value is None:
+        return DASH
+    return loss(value.mean) + ("" if value.deviation is None else f" ± {value.deviation:.2g}")
+
+
+def speed(point: Point) -> str:
+    """Tokens per second with the spread between steps."""
+    ends = point.speed
+    if ends is None or ends.low == ends.high:
+        return count(point.tokens_per_s)
+    return f"{ends.median:,.0f} ± {percent((ends.high - ends.low) / 2 / ends.median)}"
+
+
+def loss(value: float | None) -> str:
+    return DASH if value is None else f"{value:.4f}"
+
+
+def count(value: float | None) -> str:
+    return DASH if value is None else f"{value:,.0f}"
+
+
+def memory(gib: float | None) -> str:
+    if gib is None:
+        return DASH
+    unit, factor = memory_unit([gib])
+    return f"{factor * gib:,.0f} {unit}" if factor * gib >= 100 else f"{factor * gib:.3g} {unit}"

@@ -1,0 +1,116 @@
+"""The verdict on an implementation, and the measurements that it follows from: recipe/compare/parity.py makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from recipe.compare.layers import Alone
+from recipe.compare.sweeps import Cell
+from recipe.training.parity import PARITY_MARGIN
+
+
+class Outcome(Enum):
+    """The possible verdicts."""
+
+    holds = "holds"
+    broken = "broken"
+    open = "open"
+
+
+class Gap(Enum):
+    """Why something was not measured."""
+
+    own_masks = "own_masks"  # of dropout
+    no_probe = "no_probe"  # against the reference
+    no_reference = "no_reference"  # under the same settings
+    single_seed = "single_seed"  # of the reference
+    no_shared_losses = "no_shared_losses"  # of the same seed and step
+
+
+class Probe(NamedTuple):
+    """The worst check at the same weights: its ratio to the reference's rounding, its measure, step and parameter."""
+
+    checks: int
+    ratio: float
+    measure: str
+    step: int
+    parameter: str | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is within PARITY_MARGIN."""
+        return self.ratio <= PARITY_MARGIN
+
+
+class Curve(NamedTuple):
+    """The largest distance to the reference of the same seed; as a share of the spread between seeds where known."""
+
+    largest: float
+    ratio: float | None
+    step: int
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the curve stays inside the spread between seeds; None where that is unknown."""
+        return None if self.ratio is None else self.ratio < 1
+
+
+class Final(NamedTuple):
+    """The difference of the final losses at the same seed, of the worst seed.
+
+    floor      sum of the reference's rounding over the run; None without a probe
+    amplified  whether a difference above the floor began within rounding, and training amplified it
+    """
+
+    metric: str
+    step: int
+    difference: float
+    floor: float | None
+    amplified: bool
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether rounding explains the difference; None without a probe."""
+        return None if self.floor is None else self.difference <= self.floor or self.amplified
+
+
+class NotFinite(NamedTuple):
+    """A loss that is not finite at a step where another run, named by its label, has a finite one."""
+
+    step: int
+    seed: int
+    other: str
+
+
+class Verdict(NamedTuple):
+    """One implementation against the reference, in one cell of comparable runs."""
+
+    label: str
+    cell: Cell
+    probe: Probe | None = None
+    curve: Curve | None = None
+    final: Final | None = None
+    not_finite: NotFinite | None = None
+    gaps: tuple[Gap, ...] = ()
+    alone: Alone | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """Broken if one measurement disagrees, open if one is missing, else holds."""
+        measured = (self.alone, self.probe, self.curve, self.final)
+        if self.not_finite or any(m is not None and m.agrees is False for m in measured):
+            return Outcome.broken
+        return Outcome.open if self.gaps else Outcome.holds
+
+    @property
+    def decisive(self) -> bool:
+        """Whether a measurement can decide the verdict: a probe, or a curve and the spread between seeds."""
+        return bool(self.not_finite or self.alone or self.probe or (self.curve and self.curve.ratio is not None))
+
+
+def outcome_of(verdicts: Sequence[Verdict]) -> Outcome | None:
+    """Broken if any verdict is, holds if all do, else open; None without verdicts."""
+    outcomes = {verdict.outcome for verdict in verdicts}
+    return next((outcome for outcome in (Outcome.broken, Outcome.open, Outcome.holds) if outcome in outcomes), None)

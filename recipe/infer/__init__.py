@@ -1,0 +1,1 @@
+"""Trained models: generation, evaluation, Hugging Face."""

@@ -1,0 +1,122 @@
+"""Probes of a model that is trained: what train.py measures at the end of a run, as a command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from recipe.infer.evaluation.scorer import progress
+from recipe.infer.trained import Loaded
+from recipe.run.config import ConfigError
+from recipe.training.recall.choice import build_probe, unknown_probes
+from recipe.training.recall.position_loss import PositionLoss
+from recipe.training.recall.probe import lengths_for
+
+FIGURES = "probes"  # the folder of the figures, in the run's
+
+
+class Measured(NamedTuple):
+    """What a probe measured: metrics by their names, and the details that a figure shows."""
+
+    probe: str
+    metrics: dict[str, float]
+    details: dict[str, Any]
+
+
+def probe_names(given: str) -> list[str]:
+    """The names in `[mqar,position_loss]`, with or without brackets. Raises ConfigError."""
+    names = [name.strip() for name in given.strip().removeprefix("[").removesuffix("]").split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"probes={given} names no probe; name one, such as probes=[position_loss].")
+    for sentence in unknown_probes(names):
+        raise ConfigError(sentence)
+    return list(dict.fromkeys(names))
+
+
+def check_length(loaded: Loaded, seq_len: int | None) -> None:
+    """Raise ConfigError for a longest input that is shorter than the trained ones."""
+    if seq_len is not None and seq_len < loaded.config.seq_len:
+        raise ConfigError(
+            f"seq_len={seq_len} is shorter than the {loaded.config.seq_len} tokens that the model was trained with, "
+            "where probes begin; use more, or leave it out."
+        )
+
+
+def run_probes(
+    names: Sequence[str], loaded: Loaded, text: Callable[[], np.ndarray], longest: int | None
+) -> Iterator[Measured]:
+    """Measure each probe, with its progress on standard error.
+
+    text     gives the tokens of a text, 1-D, for position_loss
+    longest  input to measure, in tokens; None: 8 times the trained length
+    """
+    config, model = loaded.config, loaded.model
+    for name in names:
+        probe = build_probe(name, config.seq_len, model.vocab_size, config.data.name, text)
+        probe.longest, probe.watch = longest, progress
+        with torch.no_grad(), loaded.autocast():
+            metrics = probe.measure(model)
+            beyond, details = probe.details(model)
+        yield Measured(name, metrics | beyond, details)
+
+
+def limits(loaded: Loaded) -> str | None:
+    """A sentence on the lengths that the model's positions do not allow."""
+    if len(lengths_for(loaded.model, loaded.config.seq_len)) > 1:
+        return None
+    return f"Learned positions end at {loaded.config.seq_len:,} tokens, so no longer inputs are measured."
+
+
+def as_table(measured: Measured) -> str:
+    """The details as lines of text: the accuracy by length and distance, or the loss by position."""
+    rows = loss_rows(measured.details) if measured.probe == PositionLoss.name else accuracy_rows(measured.details)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def accuracy_rows(details: Mapping[str, Any]) -> list[list[str]]:
+    """A row for each length, and a column for each range of distances that any length has; in percent."""
+    lengths, cells = details["lengths"], details["accuracy"]
+    asked = [n for n, of_range in enumerate(zip(*cells, strict=True)) if any(cell is not None for cell in of_range)]
+    ranges = spans([*details["distances"], 2 * lengths[-1]])
+    rows = [
+        [f"{length:,}", *("" if row[n] is None else f"{100 * row[n]:.0f} %" for n in asked)]
+        for length, row in zip(lengths, cells, strict=True)
+    ]
+    return [["tokens", *(f"{ranges[n]} back" for n in asked)], *rows]
+
+
+def loss_rows(details: Mapping[str, Any]) -> list[list[str]]:
+    """A row for each range of positions, which count from 1; the last range is open."""
+    firsts = [position + 1 for position in details["positions"]]
+    ranges = [*spans(firsts), f"from {firsts[-1]:,}"]
+    return [
+        ["position", "loss"],
+        *([where, f"{loss:.4f}"] for where, loss in zip(ranges, details["loss"], strict=True)),
+    ]
+
+
+def spans(edges: Sequence[int]) -> list[str]:
+    """The whole numbers from each edge to before the next, in words."""
+    return [f"{low:,}" if high == low + 1 else f"{low:,}-{high - 1:,}" for low, high in pairwise(edges)]
+
+
+def draw_probes(run: Path, every: Sequence[Measured]) -> list[Path]:
+    """Write the figures of compare.py's page, in light colours, into <run>/probes/."""
+    from recipe.compare.drawing import render_png  # matplotlib takes a second to import
+    from recipe.compare.probes import probe_charts
+    from recipe.compare.runs import Run
+
+    summary = {"probes": {one.probe: one.details for one in every}}
+    measured = Run(run, run.name, "completed", {}, [], (), summary, ())
+    (run / FIGURES).mkdir(exist_ok=True)
+    written = []
+    for chart in probe_charts({run.resolve().name: [measured]}):
+        written.append(run / FIGURES / f"{chart.name}.png")
+        written[-1].write_bytes(render_png(chart, dark=False))
+    return written

@@ -1,0 +1,172 @@
+"""Log-likelihoods and continuations of texts, as lm-eval defines them, in batches of similar length."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from model.loss import IGNORE_INDEX
+from recipe.infer.evaluation.models import LanguageModel
+from recipe.infer.generation.engine import Request
+from recipe.run.config import ConfigError
+from recipe.wording import duration
+
+T = TypeVar("T")
+
+SECONDS_BETWEEN_LINES = 10.0  # where there is no terminal
+
+
+@contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error or, where that is not a terminal, a line every few seconds. Yields a function that takes
+    the number of items done since its last call."""
+    console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.print(f"{label}: {total:,}")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(label, total=total)
+        printed = started = time.monotonic()
+
+        def advance(count: int) -> None:
+            nonlocal printed
+            bar.advance(task, count)
+            done, now = int(bar.tasks[task].completed), time.monotonic()
+            if not console.is_terminal and done and now - printed >= SECONDS_BETWEEN_LINES:
+                printed = now
+                left = (now - started) / done * (total - done)
+                console.print(f"{label}: {done:,} of {total:,}, {duration(left)} left")
+
+        yield advance
+
+
+class Scorer:
+    """Scores and continues texts with a model.
+
+    batch  inputs that one forward pass takes
+    cut    number of texts that lost their beginning, because they were longer than the model's longest input
+    """
+
+    def __init__(self, model: LanguageModel, batch: int) -> None:
+        self.model, self.batch, self.cut = model, batch, 0
+
+    def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Log-likelihoods of continuations, and whether greedy decoding would give them, for pairs of context and
+        continuation. An empty context is an end of text.
+
+        Raises ConfigError for a continuation longer than the model's longest input.
+        """
+        return self._score([self._encode_pair(*pair) for pair in pairs], "scoring continuations")
+
+    def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
+        """The log-likelihood of each text after an end of text. A longer one than the model's longest input is taken in
+        windows that predict each token once; the last one reaches back as far as it can."""
+        windows = [rolling_windows(self._encode(text), self.model.end_of_text, self.model.max_length) for text in texts]
+        scores = iter(self._score([window for of_text in windows for window in of_text], "scoring texts"))
+        return [sum(next(scores)[0] for _ in of_text) for of_text in windows]
+
+    def generate_until(self, requests: Sequence[tuple[str, Sequence[str], int]]) -> list[str]:
+        """The greedy continuation of each context, up to the first of its stop texts or so many tokens.
+
+        Raises ConfigError where that many tokens leave no room for a context.
+        """
+        model, asked = self.model, list[Request]()
+        for context, _, tokens in requests:
+            if (room := model.max_length - tokens) < 1:
+                raise ConfigError(
+                    f"The task generates {tokens} tokens, and the model's {model.max_length} leave no room for a "
+                    "prompt; choose a model trained with a longer seq_len."
+                )
+            prompt = self._encode(context) or [model.end_of_text]
+            self.cut += len(prompt) > room
+            asked.append(Request(prompt[-room:], tokens))
+        stops = {request: of_request for request, (_, of_request, _) in zip(asked, requests, strict=True)}
+        texts = dict.fromkeys(asked, "")
+        with progress("generating", len(asked)) as advance:
+            for request, token in model.generate(asked, self.batch):
+                if token in model.ends:
+                    request.finished = True
+                else:
+                    texts[request] = model.decode(request.tokens)
+                    ends = [at for stop in stops[request] if stop and (at := texts[request].find(stop)) >= 0]
+                    if ends:
+                        texts[request], request.finished = texts[request][: min(ends)], True
+                advance(int(request.finished))
+        return list(texts.values())
+
+    def _encode(self, text: str) -> list[int]:
+        return self.model.encode(text).tolist()
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Encode both as one text, and split it at the number of tokens of the context alone. Spaces at the end of the
+        context belong to the continuation."""
+        stripped = context.rstrip()
+        whole, first = self._encode(context + continuation), self._encode(stripped)
+        if not first:
+            first, whole = [self.model.end_of_text], [self.model.end_of_text, *whole]
+        if not (wanted := whole[len(first) :]) or len(wanted) > self.model.max_length:
+            raise ConfigError(
+                f"The continuation {continuation[:40]!r} has {len(wanted)} tokens, and the model takes 1 to "
+                f"{self.model.max_length}; choose a model trained with a longer seq_len, or other texts."
+            )
+        return first, wanted
+
+    def _score(self, requests: Sequence[tuple[list[int], list[int]]], label: str) -> list[tuple[float, bool]]:
+        """The score of each (context, continuation) in tokens."""
+        longest = self.model.max_length
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        # The longest first, so that a batch too large for the memory fails at once.
+        order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
+        with progress(label, len(order)) as advance:
+            for chosen in batched(order, self.batch):
+                rows = []
+                for i in chosen:
+                    context, wanted = requests[i]
+                    self.cut += len(context) + len(wanted) > longest + 1
+                    rows.append(((context + wanted)[-longest - 1 :], len(wanted)))
+                logs, likeliest = (part.cpu() for part in self.model.scores(*padded(rows)))
+                counts = [count for _, count in rows]
+                for i, log, hit in zip(chosen, logs.split(counts), likeliest.split(counts), strict=True):
+                    results[i] = float(log.sum()), bool(hit.all())
+                advance(len(chosen))
+        return results
+
+
+def padded(rows: Sequence[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets (B, T) of rows of tokens, of which the last `count` are wanted: -100 elsewhere."""
+    T = max(len(tokens) for tokens, _ in rows) - 1
+    inputs = torch.zeros(len(rows), T, dtype=torch.int64)
+    targets = torch.full((len(rows), T), IGNORE_INDEX)
+    for b, (tokens, count) in enumerate(rows):
+        inputs[b, : len(tokens) - 1] = torch.tensor(tokens[:-1])
+        targets[b, len(tokens) - 1 - count : len(tokens) - 1] = torch.tensor(tokens[-count:])
+    return inputs, targets
+
+
+def rolling_windows(tokens: list[int], prefix: int, longest: int) -> list[tuple[list[int], list[int]]]:
+    """Pairs (context, continuation) of at most `longest` + 1 tokens that predict each token once, after `prefix`."""
+    windows, whole = [], [prefix, *tokens]
+    for start in range(0, len(tokens), longest):
+        stop = min(start + longest, len(tokens))
+        windows.append((whole[max(stop - longest, 0) : start + 1], whole[start + 1 : stop + 1]))
+    return windows
+
+
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """The items in lists of `size`, the last one shorter."""
+    batch: list[T] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,105 @@
+"""The loss of a model on a text, and its bits per byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from data.batches import document_starts
+from data.files import Row
+from data.prepare import prepare
+from model.loss import IGNORE_INDEX
+from recipe.infer.evaluation.models import LanguageModel
+from recipe.infer.evaluation.scorer import batched, progress
+from recipe.infer.trained import Trained
+from recipe.run.config import ConfigError
+from recipe.training.checkpoint import read_manifest
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents in one row of tokens, an end of text between them.
+
+    tokens     1-D integers
+    documents  where each begins, 1-D
+    """
+
+    tokens: np.ndarray
+    documents: np.ndarray
+
+
+def tokenised(rows: Iterable[Row], model: LanguageModel, most: int | None = None) -> Text:
+    """The first `most` tokens of a corpus; None: all. Raises ConfigError where there are fewer than two."""
+    pieces: list[np.ndarray] = []
+    starts: list[int] = []
+    total = 0
+    for row in rows:
+        tokens = model.encode(row["text"])
+        if row["opens"]:
+            if total:
+                pieces.append(np.array([model.end_of_text]))
+                total += 1
+            starts.append(total)
+        pieces.append(tokens)
+        total += len(tokens)
+        if most is not None and total >= most:
+            break
+    if min(total, most or total) < 2:
+        limit = "" if most is None else f" with data.max_tokens={most}"
+        raise ConfigError(
+            f"The text{limit} has fewer than two tokens, so there is nothing to predict; give more of it."
+        )
+    documents = np.array([start for start in starts if start < (most or total)])
+    return Text(np.concatenate(pieces)[:most], documents)
+
+
+def validation_text(trained: Trained) -> Text:
+    """The validation split that the run was measured on. Raises ConfigError where its text has changed."""
+    data = prepare(trained.config.data)
+    if data.manifest["identity"] != read_manifest(trained.checkpoint).metadata["data"]:
+        raise ConfigError(
+            f"The text of data={trained.config.data.name} has changed since the run; name a text with data=text "
+            "data.path=..."
+        )
+    if data.val.answers is not None:
+        raise ConfigError(
+            "The run was trained on conversations, and its summary.json has the loss of their answers; name a text "
+            "with data=text data.path=..."
+        )
+    return Text(data.val.tokens, data.val.documents)
+
+
+def measure(model: LanguageModel, text: Text, seq_len: int, batch: int, separate: bool) -> dict[str, float]:
+    """{"loss": nats per token, "perplexity", "bits_per_byte", "tokens", "bytes"} over all tokens but the first.
+
+    seq_len   tokens of the windows, side by side, that the text is cut into: the context of their last token
+    batch     windows of one forward pass
+    separate  whether documents that share a window are hidden from each other
+    """
+    count = len(text.tokens) - 1
+    seq_len = min(seq_len, count)  # a longer window would be empty behind the text
+    nats = 0.0
+    starts = range(0, count, seq_len)
+    with progress("windows", len(starts)) as advance:
+        for chosen in batched(starts, batch):
+            inputs = torch.zeros(len(chosen), seq_len, dtype=torch.int64)
+            targets = torch.full_like(inputs, IGNORE_INDEX)
+            for b, start in enumerate(chosen):
+                window = torch.from_numpy(text.tokens[start : start + seq_len + 1].astype(np.int64))
+                inputs[b, : len(window) - 1], targets[b, : len(window) - 1] = window[:-1], window[1:]
+            bounds = document_starts(text.documents, np.array(chosen), seq_len) if separate else None
+            logs, _ = model.scores(inputs, targets, None if bounds is None else torch.from_numpy(bounds))
+            nats -= float(logs.double().sum())
+            advance(len(chosen))
+    loss, size = nats / count, model.size(text.tokens[1:].tolist())
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "bits_per_byte": nats / size / math.log(2) if size else math.nan,
+        "tokens": count,
+        "bytes": size,
+    }

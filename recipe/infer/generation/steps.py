@@ -1,0 +1,311 @@
+"""The device's part of generation: prefilling prompts and decoding tokens, on buffers that keep their addresses.
+
+All slots take part in a step, whether or not they hold a sequence, so that the work of a token always has the same
+shapes: on a GPU it is one replayed CUDA graph. Only `from_scratch` waits for the device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention import (
+    IMPLEMENTATIONS,
+    Ablation,
+    Attention,
+    AttentionConfig,
+    Layout,
+    ProductPrecision,
+    build_attention,
+    documents,
+)
+from attention.gpu import capturing
+from model import one_token
+from model.cache import CacheSize, Decode, KVCache, Prefill, upload
+from model.forward import Embedded, Pass
+from model.gpt import GPT
+from model.positions import PositionTables, position_tables
+from recipe.infer.generation.rows import Row, blank, lengthened, padded
+from recipe.infer.generation.sampling import Noise, Sampling, Stream
+
+WARMUP_CALLS = 3  # before a CUDA graph is captured, which must not contain compilation
+LONGEST_GRAPHED = 4096  # tokens: longer prefills keep the GPU busy without a CUDA graph
+
+
+class Steps:
+    """A model, a cache, and the state of the sequence in each slot.
+
+    tokens  (slots,) int64, its newest token, which is not in the cache yet
+    steps   (slots,) int64, the number of its generated tokens
+    active  (slots,) int32, 1 where there is a sequence
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        sampling: Sampling,
+        size: CacheSize,
+        noise_rows: int,
+        streams: bool = False,
+        dtype: torch.dtype = torch.float32,
+        compile: bool = False,
+        prompts: Iterable[int] = (),
+    ) -> None:
+        """See Engine for the arguments.
+
+        noise_rows  rows of Noise
+        streams     whether each sequence has a separate stream of random numbers
+        prompts     their lengths: with `compile`, the prefill of one prompt after the other is a CUDA graph too
+        """
+        self.device, self.dtype, self.sampling = model.wte.weight.device, dtype, sampling
+        by_column = self.device.type == "cpu" and size.slots == 1
+        self.model = copied(model, dtype, by_column)
+        self.head = laid_out(model.head.detach().to(dtype), by_column)
+        self.decoder = decoding_attention(model, self.device)
+        self.cache = KVCache(model.config, size, self.device, dtype)
+        self.tables = position_tables(model.config, max(size.longest, model.seq_len)).to(self.device)
+        self.noise = None
+        if sampling.temperature > 0:
+            slots = size.slots if streams else None
+            self.noise = Noise(sampling.seed, model.vocab_size, noise_rows, slots, self.device)
+        self.tokens, self.steps = (torch.zeros(size.slots, dtype=torch.int64, device=self.device) for _ in range(2))
+        self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
+        # Functions, not this object's methods: a cycle with them would keep the cache until Python collects garbage.
+        self.decoding, self.begin = self.model, Steps.begin_token
+        self.pool: Any = None  # of memory, of all graphs
+        self.one_token = size.slots == 1 and one_token.has_kernels(self.model, self.head)
+        self.end: Callable[[Steps, Tensor], None] = Steps.take_token if self.one_token else Steps.end_token
+        if compile:
+            options = compiler_options(size.slots)
+            self.decoding = self.model if self.one_token else compiled(self.model, options)
+            self.begin = torch.compile(self.begin, dynamic=False, options=options)
+            self.end = torch.compile(self.end, dynamic=False, options=options)
+        has_graph = self.device.type == "cuda" and self.decoder is not None
+        self.graph = self.graphed(self.decode_step) if has_graph else None
+        self.prefills: dict[int, tuple[Row, torch.cuda.CUDAGraph]] = {}  # by the length of their row
+        # In pages, the tokens behind the prompt could overwrite keys that it sees.
+        if compile and self.one_token and model.attend.name == "flash" and self.cache.table is None:
+            for length in sorted({padded(n) for n in prompts if n <= LONGEST_GRAPHED}, reverse=True):
+                row = blank(length).on(self.device)
+                self.prefills[length] = row, self.graphed(partial(self.prefill_row, row))
+
+    def set_active(self, active: list[bool]) -> None:
+        """Set the active slots and the page table on the device, for all later launches."""
+        self.cache.publish()
+        self.active.copy_(upload(torch.tensor(active, dtype=torch.int32), self.device))
+
+    def begin_stream(self, slot: int, stream: Stream) -> None:
+        """Give the next sequence in a slot its stream of random numbers."""
+        if self.noise is not None:
+            self.noise.begin(slot, stream)
+
+    def draw_noise(self, count: int) -> None:
+        """Draw the random numbers for tokens up to number `count` of a sequence."""
+        if self.noise is not None:
+            self.noise.draw(count)
+
+    @torch.no_grad()
+    def prefill(self, row: Row) -> None:
+        """Compute the keys, values and first tokens of new prompts. Other sequences do not change."""
+        self.draw_noise(1)
+        length = padded(row.tokens.shape[1])
+        with self.on_device():
+            if row.starts is None and length in self.prefills:
+                given, graph = self.prefills[length]
+                given.copy_(lengthened(row, length))
+                graph.replay()
+            else:
+                self.prefill_row(row.on(self.device))
+
+    @torch.no_grad()
+    def prefill_row(self, row: Row) -> None:
+        """The device's part of `prefill`."""
+        layout = Layout() if row.starts is None else documents(row.starts)
+        fresh = row.lengths > 0
+        self.cache.lengths.copy_(torch.where(fresh, row.lengths, self.cache.lengths))
+        self.steps.masked_fill_(fresh, 0)
+        attends = [Prefill(self.model.attend, layer, row.cu_seqlens) for layer in self.cache.layers]
+        with self.autocast():
+            hidden = self.model.extend(row.tokens, row.positions, attends, layout, self.tables)[0, row.last]
+            picked = self.choose(self.logits(hidden))  # from hidden (slots, C)
+        self.tokens.copy_(torch.where(fresh, picked, self.tokens))
+        self.steps.masked_fill_(fresh, 1)
+
+    def decode(self, most: int) -> None:
+        """Compute the next token of each sequence, the `most`-th generated one at the latest."""
+        self.draw_noise(most)
+        with self.on_device():
+            self.decode_step() if self.graph is None else self.graph.replay()
+
+    @torch.no_grad()
+    def decode_step(self) -> None:
+        """The device's part of `decode`. A slot without a sequence keeps length 0, and its token is ignored."""
+        assert self.decoder is not None
+        attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
+        with self.autocast():
+            embedded = self.begin(self)
+            if self.one_token:
+                x = one_token.through_blocks(self.model, embedded.x.float(), attends, self.tables)
+                self.end(self, one_token.logits(self.model, x, self.head))
+            else:
+                self.end(self, self.decoding.through_blocks(Pass(embedded, attends, Layout()))[0])
+
+    def begin_token(self) -> Embedded:
+        """The part before the blocks: all sequences grow by their newest token, which is embedded."""
+        lengths = self.cache.lengths
+        lengths.add_(1).mul_(self.active)
+        positions = (lengths - 1).clamp(min=0).long()[:, None]  # (slots, 1)
+        tables = PositionTables() if self.one_token else self.tables  # the kernels find the token's rows
+        return self.model.embed(self.tokens[:, None], positions, tables)
+
+    def end_token(self, x: Tensor) -> None:
+        """The part after the blocks, whose result is x (slots, 1, C): the choice of the next tokens."""
+        self.take_token(self.logits(self.model.ln_f(x)[:, 0]))
+
+    def take_token(self, logits: Tensor) -> None:
+        """The choice of the next tokens from their logits (slots, V)."""
+        self.tokens.copy_(self.choose(logits))
+        self.steps.add_(1)
+
+    @torch.no_grad()
+    def from_scratch(self, tokens: Tensor, step: int, stream: Stream) -> int:
+        """The token after tokens (1, n), the last `step` of which were generated, once no sequence uses the cache."""
+        self.draw_noise(step + 1)
+        self.begin_stream(0, stream)
+        self.steps.fill_(step)
+        with self.on_device(), self.autocast():
+            hidden = self.model.hidden(upload(tokens, self.device))[:, -1]  # (1, C)
+            return int(self.choose(self.logits(hidden.expand(len(self.steps), -1)))[0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(slots, V) after hidden (slots, C), in the precision of products."""
+        return self.model.logits(hidden, self.head)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next tokens (slots,)."""
+        noise = None if self.noise is None else self.noise.of(self.steps)
+        return self.sampling.pick(logits.float(), noise)
+
+    def copy_to_host(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The newest tokens for the host and, on a GPU, the event after which they are there."""
+        if self.device.type != "cuda":
+            return self.tokens.clone(), None
+        with self.on_device():
+            host = torch.empty(len(self.tokens), dtype=torch.int64, pin_memory=True)
+            host.copy_(self.tokens, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        return host, event
+
+    def graphed(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A step as one CUDA graph, which runs alone. Here it runs a few times, without sequences."""
+        with self.on_device():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARMUP_CALLS):
+                    step()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # The graph gets a separate workspace for cuBLAS: other code may free the shared one.
+            torch._C._cuda_clearCublasWorkspaces()
+            with capturing(graph, stream, self.pool):
+                step()
+            self.pool = graph.pool()
+            torch._C._cuda_clearCublasWorkspaces()
+        return graph
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """The engine's GPU as the current one."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def autocast(self) -> torch.autocast:
+        """Autocast in the engine's precision, without a cache of casts: the products' weights have this precision."""
+        narrow = self.dtype is not torch.float32
+        return torch.autocast(self.device.type, self.dtype, enabled=narrow, cache_enabled=False)
+
+
+def decoding_attention(model: GPT, device: torch.device) -> Attention | None:
+    """The attention that reads the cache: the model's if it supports one, else flash on a GPU and naive on a CPU.
+
+    Its products are in the precision of q, k and v. None where no such attention computes the model's scores, or where
+    the scores read tensors of each token: tokens are then computed without a cache.
+    """
+    attend = model.attend
+    if model.made_tensors():
+        return None
+    ablated = attend.config.ablate is not Ablation.none
+    if ablated or ("cache" not in attend.supports and not attend.exact):
+        return None
+    if "cache" in attend.supports:
+        narrow = attend.config.precision is not ProductPrecision.inputs
+        return build_attention(replace(attend.config, precision=ProductPrecision.inputs)) if narrow else attend
+    asked = {"cache"}.union(*(score.features() for score in model.scores))
+    name = "flash" if device.type == "cuda" and asked <= IMPLEMENTATIONS["flash"].supports else "naive"
+    return build_attention(AttentionConfig(name))
+
+
+def copied(model: GPT, dtype: torch.dtype, by_column: bool = False) -> GPT:
+    """The model in evaluation mode, with the weights of its matrix products in `dtype`; all else is shared.
+
+    by_column  lay these weights out for products with a single row on a CPU
+
+    It has no second head, and a separate first one stays as it is: `Steps` has a copy of that.
+    """
+    shared: dict[int, object] = {id(model.attend): model.attend, id(model.further): None}
+    unused = set() if model.further is None else set(model.further.modules())
+    for module in set(model.modules()) - unused:
+        for x in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            narrow = isinstance(module, nn.Linear) and module is not model.lm_head
+            weights = laid_out(x.detach().to(dtype), by_column) if narrow else x
+            shared[id(x)] = x if weights.data_ptr() == x.data_ptr() else nn.Parameter(weights, requires_grad=False)
+    return copy.deepcopy(model, shared).eval()
+
+
+def laid_out(weight: Tensor, by_column: bool) -> Tensor:
+    """The same weight (out, in), column by column if asked to and out > in.
+
+    On a CPU, where memory limits products of GPT-2's size, its product with one row then takes 60 to 75 % of the time.
+    """
+    wide = weight.ndim == 2 and weight.shape[0] > weight.shape[1]
+    return weight.T.contiguous().T if by_column and wide else weight
+
+
+class RowLinear(nn.Linear):
+    """A linear layer in the form that compiles best for a single row: a reduction that reads x, then adds the bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = F.linear(stored(x), self.weight)
+        return stored(product if self.bias is None else product + self.bias.to(product.dtype))
+
+
+def stored(x: Tensor) -> Tensor:
+    """x itself, but the compiler writes it to memory once.
+
+    Otherwise it computes x again for each reader: the bias in copies of queries, keys and values, GELU for each output.
+    """
+    return x.as_strided(x.shape, x.stride())
+
+
+def compiler_options(slots: int) -> dict[str, str | int | bool | Callable]:
+    """torch.compile's options for the work of a token. With a single row, products become reductions and are fused."""
+    return {"coordinate_descent_tuning": True} if slots == 1 else {}
+
+
+def compiled(model: GPT, options: dict[str, str | int | bool | Callable]) -> GPT:
+    """The same model for one new token in each slot: the first block is compiled, and all others run its code."""
+    model = copied(model, model.get_parameter("h.0.mlp.c_fc.weight").dtype)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and options:
+            module.__class__ = RowLinear
+    for block in model.h:
+        block.compile(dynamic=False, options=options)
+    return model

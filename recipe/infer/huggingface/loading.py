@@ -1,0 +1,253 @@
+"""The weights of a folder of transformers, tensor by tensor into a model: memory holds the model and one tensor.
+
+Only safetensors are read, in one file or several.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor
+
+from attention.score import Score
+from attention.scores import OPTIONS
+from data.untrusted import SETTINGS, UntrustedError, read_json
+from model.config import GPTConfig, Positions
+from model.gpt import GPT
+from model.score import layer_scores
+from recipe.infer.huggingface.families import Family
+from recipe.infer.huggingface.settings import Settings, WeightsError, essence, read_settings
+from recipe.wording import as_typed
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILES = ["config.json", "*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+# The causal mask and the angles, which old files carry as buffers, and a head that is the embedding.
+NOT_WEIGHTS = re.compile(r"(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq|^lm_head\.weight)$")
+
+
+def find(source: str, download: Callable[..., str] = snapshot_download) -> Path:
+    """The folder `source`, or the folder to which `download` brought its files from the hub. Raises WeightsError."""
+    if Path(source).expanduser().is_dir():
+        return Path(source).expanduser()
+    try:
+        return Path(download(source, allow_patterns=FILES))
+    except (OSError, ValueError) as error:  # the hub's errors all derive from these
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise WeightsError(
+            f"init_from={source} is not a folder here, and the Hugging Face hub did not provide a model of this name "
+            f"({reason.rstrip('.')}); give a folder with config.json and {WEIGHTS}, or a name such as gpt2."
+        ) from error
+
+
+def settings_of(folder: Path, source: str) -> Settings:
+    """The settings in the folder's config.json. Raises WeightsError."""
+    try:
+        content = read_json(folder / "config.json", SETTINGS)
+    except OSError as error:
+        reason = str(error.strerror)
+    except UntrustedError as error:
+        reason = f"it {error}"
+    else:
+        if isinstance(content, dict):
+            return read_settings(content, source)
+        reason = "it is not a mapping"
+    raise WeightsError(f"init_from={source} needs a readable config.json in {folder} ({reason}).")
+
+
+class Tensors:
+    """The tensors of a folder by name, read one at a time."""
+
+    def __init__(self, folder: Path, source: str) -> None:
+        """Raises WeightsError where there are none, or a file is damaged."""
+        if (folder / WEIGHTS).is_file():
+            files = [folder / WEIGHTS]
+        else:
+            files = sorted(folder / name for name in self.listed(folder, source))
+        self.of: dict[str, Any] = {}
+        with ExitStack() as opened:
+            for path in files:
+                try:
+                    file = opened.enter_context(safe_open(path, framework="pt"))
+                    self.of |= dict.fromkeys(file.keys(), file)
+                except Exception as error:  # safetensors raises a type that it does not export
+                    raise WeightsError(
+                        f"init_from={source}: {path} cannot be read ({error}); copy or fetch it again."
+                    ) from error
+            self.close = opened.pop_all().close
+
+    def __enter__(self) -> Tensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self.of[name].get_tensor(name)
+        return tensor
+
+    def names(self) -> set[str]:
+        """The names of the weights."""
+        return {name for name in self.of if not NOT_WEIGHTS.search(name)}
+
+    @staticmethod
+    def listed(folder: Path, source: str) -> set[str]:
+        """The files of weights that the index names. Raises WeightsError."""
+        try:
+            files = set(read_json(folder / INDEX, SETTINGS)["weight_map"].values())
+            if files and all(isinstance(file, str) and (folder / file).parent == folder for file in files):
+                return files
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        weights = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".safetensors", ".pt")))
+        raise WeightsError(
+            f"init_from={source} needs {WEIGHTS}, or {INDEX} and the files that it names, in {folder}, which has "
+            f"{weights or 'no weights'}; pickled weights can be rewritten with transformers' save_pretrained."
+        )
+
+
+def load(model: GPT, source: str, download: Callable[..., str] = snapshot_download) -> None:
+    """Overwrite the model's parameters with the weights of a folder, or of a model on the Hugging Face hub.
+
+    Learned positions beyond the model's seq_len are left out; a model without biases takes weights whose biases are
+    all zero; a second head stays as it is. Raises WeightsError where the source cannot be read or is another model.
+    """
+    folder = find(source, download)
+    settings = settings_of(folder, source)
+    if flaws := list(unlike(settings, model.config, model.scores, model.seq_len, model.vocab_size, source)):
+        raise WeightsError("\n".join(flaws))
+    with Tensors(folder, source) as tensors:
+        names = tensors.names() | ({"lm_head.weight"} if not model.config.tied else set())
+        if not model.config.bias and settings.family.zeros is not None:
+            if has_biases(tensors, settings.family):
+                raise WeightsError(f"init_from={source} has biases and the model has none; set model.bias=true.")
+            names = {name for name in names if not zero_bias(settings.family, name)}
+        wanted = {
+            name: settings.family.stored(name)
+            for name, _ in model.named_parameters()
+            if name.split(".")[0] != "further"
+        }
+        every = {stored for parts in wanted.values() for stored in parts}
+        missing, unknown = sorted(every - set(tensors.of)), sorted(names - every)
+        if missing or unknown:
+            raise WeightsError(f"init_from={source} lacks the weights {missing[:3]} or has unknown ones {unknown[:3]}.")
+        for name, parts in wanted.items():
+            fill(model, name, [(part, tensors) for part in parts], settings.family, source)
+
+
+@torch.no_grad()
+def fill(model: GPT, name: str, parts: list[tuple[str, Tensors]], family: Family, source: str) -> None:
+    """Copy the tensors that are a parameter into its rows, one after the other."""
+    parameter, row = model.get_parameter(name), 0
+    used = parameter[: model.vocab_size] if name in ("wte.weight", "lm_head.weight") else parameter
+    parameter[len(used) :].zero_()
+    for part, tensors in parts:
+        tensor = tensors[part]
+        if family.transposed and tensor.ndim == 2 and name.startswith("h."):
+            tensor = tensor.T
+        if name == "wpe.weight":
+            tensor = tensor[: model.seq_len]
+        rows = used[row : row + len(tensor)] if len(parts) > 1 else used
+        if rows.shape != tensor.shape:
+            raise WeightsError(
+                f"{part} of init_from={source} has the shape {tuple(tensor.shape)} where its config.json promises "
+                f"{tuple(rows.shape)}."
+            )
+        rows.copy_(tensor)
+        row += len(tensor)
+
+
+def zero_bias(family: Family, name: str) -> bool:
+    """Whether a tensor is a bias that a model without biases takes if it is zero."""
+    return family.zeros is not None and name.endswith(".bias") and bool(family.zeros.search(name))
+
+
+def has_biases(tensors: Tensors, family: Family) -> bool:
+    """Whether such a bias is not zero; reads the biases alone."""
+    return any(bool(tensors[name].any()) for name in tensors.names() if zero_bias(family, name))
+
+
+def unlike(
+    settings: Settings,
+    model: GPTConfig,
+    scores: Sequence[Score],
+    seq_len: int,
+    vocab_size: int | None,
+    source: str,
+) -> Iterator[str]:
+    """A sentence for each option in which a model differs from the folder's.
+
+    A score may be another one, without new weights, and so may the scaling of rotary positions.
+
+    vocab_size  None: not known yet
+    """
+    theirs = essence(settings.model, layer_scores(settings.score, settings.model.n_layers), 0)
+    ours = essence(model, scores, 0)
+    differing = [
+        name for name in theirs if name not in ("score", "rope_scaling", "qk_eps") and ours.get(name) != theirs[name]
+    ]
+    if settings.family.parts.get("bias") and not model.bias:
+        differing.remove("bias")  # they may all be zero
+    if {"n_embd", "n_heads"} & set(differing):  # the following options depend on these where they are not given
+        follow = {"head_dim", "scale_dim", "mlp_width", "rope_fraction", *([] if model.n_kv_heads else ["n_kv_heads"])}
+        differing = [name for name in differing if name not in follow]
+    if "positions" in differing:
+        differing = [name for name in differing if not name.startswith("rope_")]
+    for name in differing:
+        need = f"model.{name}={as_typed(plain(theirs[name]))}"
+        yield f"init_from={source} has {need}, and the model {as_typed(plain(ours.get(name)))}; set {need}."
+    for option in OPTIONS:
+        name, learned = f"score.{option.name}", option.tensor is not None and option.tensor.learned
+        if learned and any(getattr(score, option.name) for score in scores):
+            yield f"init_from={source} has {name}=false, and the model true; set {name}=false."
+    size = settings.model.vocab_size
+    if vocab_size not in (None, size):
+        remedy = (
+            "GPT-2's own is data.tokenizer=gpt2" if settings.family.kind == "gpt2" else f"set model.vocab_size={size}"
+        )
+        yield (
+            f"init_from={source} has a vocabulary of {size} tokens, and the data's tokenizer {vocab_size}; {remedy}."
+        )
+    if model.positions is Positions.learned and seq_len > settings.longest:
+        yield f"init_from={source} has {settings.longest} positions, fewer than seq_len={seq_len}; lower it."
+
+
+def plain(value: Any) -> Any:
+    """A choice by its name."""
+    return getattr(value, "value", value)
+
+
+def folder_mistakes(
+    source: str, model: GPTConfig, scores: Sequence[Score], seq_len: int, vocab_size: int | None
+) -> Iterator[str]:
+    """A sentence for each reason why a model cannot start from the weights in a folder, before any are loaded."""
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        if folder.is_file():
+            yield f"init_from={source} is a file; name the folder that holds it and config.json."
+        elif folder.is_absolute() or source.startswith("."):
+            yield f"init_from={source} is no folder; name one with config.json and {WEIGHTS}, or a model such as gpt2."
+        return
+    if (folder / ".hydra").is_dir():
+        yield (
+            f"init_from={source} is a run folder; continue it with resume={source}, or export its model with: "
+            f"python sample.py run={source} export=<folder>"
+        )
+        return
+    flaws: list[str] = []
+    try:
+        settings = settings_of(folder, source)
+        known = model.vocab_size or vocab_size
+        flaws += unlike(settings, model, scores, seq_len, known, source)
+        with Tensors(folder, source) as tensors:
+            if not model.bias and settings.family.zeros is not None and has_biases(tensors, settings.family):
+                flaws.append(f"init_from={source} has biases and the model has none; set model.bias=true.")
+    except WeightsError as error:
+        flaws.append(str(error))
+    yield from flaws

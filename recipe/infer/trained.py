@@ -1,0 +1,204 @@
+"""The model of a run folder, for programs that use trained models."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+from attention import IMPLEMENTATIONS, Ablation, AttentionConfig, ProductPrecision
+from data.chat import end_at_answers
+from data.config import Documents
+from data.tasks import TASKS
+from data.tokenizers import FILE, Tokenizer, load_tokenizer
+from model.config import Positions, Recompute
+from model.gpt import GPT
+from recipe.infer.huggingface.loading import load
+from recipe.infer.huggingface.starting import is_folder, start_from
+from recipe.run.build import build_gpt
+from recipe.run.config import Config, ConfigError
+from recipe.run.device import resolve_device, resolve_precision
+from recipe.run.recorded import read_config
+from recipe.run.run_folder import CONFIG
+from recipe.training.checkpoint import CheckpointError, best_checkpoint, load_checkpoint, newest_valid
+from recipe.training.state import AVERAGE
+
+
+class CheckpointChoice(Enum):
+    """The checkpoint to take."""
+
+    best = "best"
+    newest = "newest"
+
+
+class WeightsChoice(Enum):
+    """The weights to take from it."""
+
+    trained = "trained"
+    ema = "ema"  # their moving average (training.ema)
+
+
+@dataclass
+class ModelChoice:
+    """The arguments of sample.py and eval.py that choose a run's model, and how it computes.
+
+    attention            an implementation other than the run's
+    attention_precision  of attention's products
+    """
+
+    checkpoint: CheckpointChoice = CheckpointChoice.best
+    weights: WeightsChoice = WeightsChoice.trained
+    attention: str | None = None
+    attention_precision: ProductPrecision = ProductPrecision.inputs
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A run's model, ready for use.
+
+    config      of the run
+    model       in evaluation mode, on its device
+    dtype       of its computations
+    checkpoint  from which its weights come
+    """
+
+    config: Config
+    model: GPT
+    dtype: torch.dtype
+    checkpoint: Path
+
+    def autocast(self) -> torch.autocast:
+        """Autocast in the precision of the run's training."""
+        device = self.model.wte.weight.device.type
+        return torch.autocast(device, self.dtype, enabled=self.dtype is not torch.float32)
+
+
+@dataclass(frozen=True)
+class Trained(Loaded):
+    """The model of a run that was trained on a text."""
+
+    tokenizer: Tokenizer
+
+
+def load_trained(run: Path, choice: ModelChoice, seq_len: int | None = None, documents: bool = False) -> Trained:
+    """As `load_any`, for a model of text. Raises UserError for another."""
+    loaded = load_any(run, choice, seq_len, documents)
+    if not isinstance(loaded, Trained):
+        task = loaded.config.data.name
+        raise ConfigError(f"run={run} was trained on data={task}, a task without text; name another run.")
+    return loaded
+
+
+def load_any(run: Path, choice: ModelChoice, seq_len: int | None = None, documents: bool = False) -> Loaded | Trained:
+    """The model of a run, or of a folder of transformers; a `Trained`, unless it was trained on a task.
+
+    seq_len    the longest input, which rotary positions allow to exceed the run's; None: the run's
+    documents  whether the model separates packed documents, if the run does
+
+    Raises UserError.
+    """
+    start = start_from(str(run)) if is_folder(run) else None
+    config = read_config(run) if start is None else start.config()
+    on, attention = resolve_device(choice.device), choice.attention
+    dtype = resolve_precision(config.training.precision, on).dtype
+    longest = max(config.seq_len, seq_len or 0)
+    if longest > config.seq_len and config.model.positions is Positions.learned:
+        raise ConfigError(
+            f"seq_len={seq_len} is longer than the run's {config.seq_len}, and it has learned positions for those "
+            f"alone; use seq_len={config.seq_len} or less, or a run with model.positions=rotary."
+        )
+    tokenizer = None
+    if task := TASKS.get(config.data.name):
+        vocab_size = task.vocab_size
+    else:
+        tokenizer = load_tokenizer(run) if start is None else start.load_tokenizer()
+        if start is None:
+            end_at_answers(tokenizer, run)
+        vocab_size = tokenizer.n_vocab
+    if attention is None or attention == config.attention.name:
+        chosen = config.attention
+    else:
+        chosen = AttentionConfig(name=attention)
+        for reason in filter(None, map(inexact, (config.attention, chosen))):
+            raise ConfigError(
+                f"{reason}, so attention={attention} may compute something else than the run's; leave it out."
+            )
+    used = replace(
+        config,
+        seq_len=longest,
+        attention=replace(chosen, precision=choice.attention_precision),
+        data=config.data if documents else replace(config.data, documents=Documents.ignore),
+        training=replace(config.training, recompute=Recompute.none, mlp_in_fp8=False),  # both are for training alone
+    )
+    if start is None:
+        model = build_gpt(used, vocab_size, on)
+        checkpoint = load_weights(model, run, choice)
+    else:
+        refuse_choices(choice, run)
+        with torch.device("meta"):
+            model = build_gpt(used, vocab_size, on)
+        model.materialise(on)
+        load(model, str(run))
+        checkpoint = run
+    loaded = Loaded(config, model.eval().to(on), dtype, checkpoint)
+    return Trained(**vars(loaded), tokenizer=tokenizer) if tokenizer else loaded
+
+
+def refuse_choices(choice: ModelChoice, folder: Path) -> None:
+    """Raise ConfigError for choices among checkpoints and weights, of which a folder of transformers has one."""
+    for name in ("checkpoint", "weights"):
+        if (value := getattr(choice, name)) is not getattr(ModelChoice, name):
+            raise ConfigError(f"{name}={value.value} has no effect on {folder}, a model of transformers; leave it out.")
+
+
+def inexact(attention: AttentionConfig) -> str | None:
+    """Why no other implementation may replace this one, as the beginning of a sentence; None where others may."""
+    if attention.ablate is not Ablation.none:
+        return f"attention.ablate={attention.ablate.value} leaves out a line of the run's attention"
+    known = IMPLEMENTATIONS.get(attention.name)
+    exact = known is None or known.exact
+    return None if exact else f"attention={attention.name} does not declare that it is exact (docs/add-an-attention.md)"
+
+
+def load_weights(model: GPT, run: Path, choice: ModelChoice) -> Path:
+    """Load a checkpoint of the run and print which; if the best is damaged, say so and load the newest intact one."""
+    folder, average = run / "checkpoints", choice.weights is WeightsChoice.ema
+    part, prefix = ("training", AVERAGE) if average else ("model", "")
+    path = best_checkpoint(folder) if choice.checkpoint is CheckpointChoice.best else None
+    chosen, damaged = None, list[str]()
+    if path is not None:
+        try:
+            chosen = load_checkpoint(path, parts=[part], prefix=prefix)[part]
+        except CheckpointError as error:
+            damaged.append(str(error))
+    if path is None or chosen is None:
+        path, rejected = newest_valid(folder, [part])
+        damaged += rejected
+        chosen = load_checkpoint(path, parts=[part], prefix=prefix)[part]
+    print(*dict.fromkeys(damaged), f"{path}:", sep="\n", file=sys.stderr)
+    if average and not chosen:
+        raise ConfigError(f"{path} has no moving average, as training.ema was 0; leave weights=ema out.")
+    chosen = {name.removeprefix(prefix): value for name, value in chosen.items()}
+    embedding = chosen.get("wte.weight", torch.zeros(0, 1))
+    tokens = int(embedding.any(dim=1).sum())  # padding is zero
+    if tokens != model.vocab_size and not (run / FILE).exists():
+        raise ConfigError(
+            f"The model of {path} has {tokens} tokens and its task now {model.vocab_size}; train it again with this "
+            "version."
+        )
+    if tokens != model.vocab_size and model.config.vocab_size is None:
+        raise ConfigError(
+            f"{run / 'tokenizer.json'} has {model.vocab_size} tokens and the model of {path} has {tokens}; put this "
+            "run's tokenizer back."
+        )
+    try:
+        model.load_state_dict(chosen)
+    except RuntimeError as error:  # lists every name and shape
+        raise ConfigError(
+            f"{path} does not hold the weights of the model in {run / CONFIG}; put the run's file back."
+        ) from error
+    return path

@@ -1,1 +1,0 @@
-"""The cost of a step: time, utilisation and memory."""

@@ -1,1 +1,0 @@
-"""The comparison report: run folders in, a verdict, figures and tables out. Needs neither torch nor a GPU."""

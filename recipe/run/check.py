@@ -1,0 +1,147 @@
+"""The mistakes in a whole configuration, reported before anything is built or read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from attention import Layout, build_attention
+from attention.formula.call import reach_of
+from attention.formula.check import check_tensors
+from data.check import data_mistakes
+from data.config import Documents
+from data.corpora import CORPORA
+from data.tasks import TASKS
+from data.tasks.batches import check_length
+from data.tokenizers import SIZES
+from model.check import fp8_mistakes, model_mistakes
+from model.score import layer_scores, score_mistakes
+from model.score_tensors import ScoreTensors
+from recipe.distributed.config import check_context, check_parallel
+from recipe.distributed.ranks import from_every_rank
+from recipe.distributed.world import World
+from recipe.errors import refusals, sentence_of
+from recipe.run.build import attention_shape, one_document
+from recipe.run.config import Config, ConfigError, as_plain
+from recipe.run.device import Precision, resolve_device, resolve_precision
+from recipe.run.profiler import check_profile
+from recipe.run.tracker import tracking_mistakes
+from recipe.training.config import training_mistakes
+from recipe.training.optimizer import optimizer_mistakes
+from recipe.training.parity.probe import check_parity
+from recipe.training.recall.choice import unknown_probes
+
+# The parts that all ranks of a run must share: all but the device.
+SHARED = [part.name for part in fields(Config) if part.name != "device"]
+
+
+def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
+    """A sentence for each value that could not train, with the override that repairs it.
+
+    ranks  that will train; None: as many as torchrun or Slurm started
+    """
+    if not 0 <= config.seed < 2**32:
+        yield f"seed={config.seed} must lie between 0 and 2**32 - 1."
+    if config.seq_len < 1:
+        yield f"seq_len={config.seq_len} must be at least 1."
+    ranks = ranks or World.from_environment().size
+    yield from (of_ranks := list(refusal(check_parallel, config.parallel, ranks)))
+    world = World(size=ranks, context=1 if of_ranks else config.parallel.context)
+    yield from training_mistakes(config.training, max(config.seq_len, 1), world)
+    yield from optimizer_mistakes(config.optimizer, config.schedule, config.training.steps)
+    yield from tracking_mistakes(config.tracking)
+    yield from probe_mistakes(config)
+    yield from (of_data := list(data_mistakes(config.data)))
+    if not of_data:
+        yield from refusal(check_corpus, config)
+    of_score = list(map(sentence_of, score_mistakes(config.score, config.model.n_layers)))
+    of_model = list(model_mistakes(config.model)) or of_score
+    # Differences from the folder come first: its sizes and an override may not fit together although each is valid.
+    of_folder = list(init_mistakes(config)) if config.init_from is not None and not of_score else []
+    yield from of_folder or of_model
+    if not of_model:
+        yield from refusal(check_score_tensors, config)
+    if not of_ranks and not of_model:
+        heads = config.model.n_heads, config.model.kv_heads
+        yield from refusal(check_context, config.parallel, config.seq_len, *heads)
+    yield from (of_device := list(refusal(resolve_device, config.device)))
+    if not of_model and not of_device:
+        yield from device_mistakes(config)
+
+
+def probe_mistakes(config: Config) -> Iterator[str]:
+    """A sentence for each unknown probe, and for probes in a run without evaluations."""
+    yield from unknown_probes(config.probes)
+    if config.probes and not config.training.eval_every:
+        yield "probes are measured with every evaluation, and training.eval_every=0 has none; set it, or drop them."
+
+
+def check_score_tensors(config: Config) -> None:
+    """Raise ScoreError for a formula's tensor that is not defined, has an impossible shape, or does not fit the formula
+    on `seq_len` tokens."""
+    options, model, T = config.score, config.model, max(config.seq_len, 1)
+    for score in set(layer_scores(options, model.n_layers)):
+        if score.formula is not None and score.expression is not None:
+            tensors = ScoreTensors(score, options.learned, options.tensors, model.n_embd, model.n_heads)
+            given = tensors.given() | dict.fromkeys(tensors.made, torch.empty(1, model.n_heads, T, device="meta"))
+            given |= {x.name: x.initial(model.n_heads, torch.device("cpu")) for x in score.head_tensors}
+            check_tensors(score.expression, given, 1, reach_of(score, Layout(), T, T, model.n_heads))
+
+
+def check_ranks_agree(config: Config) -> None:
+    """Raise ConfigError, on every rank, where one of them has another configuration than the first."""
+    first, *others = from_every_rank([as_plain(config)[part] for part in SHARED])
+    for rank, other in enumerate(others, start=1):
+        for part, theirs, ours in zip(SHARED, other, first, strict=True):
+            if theirs != ours:
+                raise ConfigError(
+                    f"Rank {rank} has another {part} than rank 0 ({theirs} instead of {ours}); start every rank with "
+                    "the same overrides."
+                )
+
+
+def init_mistakes(config: Config) -> Iterator[str]:
+    """A sentence for each reason why the model cannot start from `init_from`, as far as that needs no network."""
+    from recipe.infer.huggingface.loading import folder_mistakes  # the hub's client takes a tenth of a second to import
+
+    scores = layer_scores(config.score, config.model.n_layers)
+    known = SIZES.get(config.data.tokenizer)
+    yield from folder_mistakes(str(config.init_from), config.model, scores, config.seq_len, known)
+
+
+def check_corpus(config: Config) -> None:
+    """Raise UserError where there is no text, or a single document where attention is to separate documents."""
+    if task := TASKS.get(config.data.name):
+        check_length(task, config.seq_len)
+        return
+    corpus = CORPORA[config.data.name](config.data)  # locates the files without reading them
+    if config.data.documents is not Documents.ignore and corpus.one_document():
+        raise one_document(config)
+
+
+def device_mistakes(config: Config) -> Iterator[str]:
+    """A sentence for each value that the device, or its precision, does not support."""
+    device = resolve_device(config.device)
+    precision = resolve_precision(config.training.precision, device)
+    if precision is Precision.fp32 and not config.training.residual_in_fp32:
+        yield (
+            "training.residual_in_fp32=false has no effect in fp32 (training.precision="
+            f"{config.training.precision.value} on {device}); leave it out, or set training.precision=bf16."
+        )
+    if config.training.mlp_in_fp8:
+        yield from fp8_mistakes(config.model, device, precision.dtype)
+    shape = attention_shape(config, device)
+    yield from refusal(lambda: build_attention(config.attention).check(shape))
+    yield from refusal(check_parity, config.parity, config.attention, shape)
+    yield from refusal(check_profile, device, config.training.memory_snapshot)
+
+
+def refusal(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
+    """The sentence of the error that `check` raises for the arguments, if any."""
+    try:
+        check(*arguments)
+    except refusals() as error:
+        yield sentence_of(error)

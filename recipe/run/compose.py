@@ -1,0 +1,217 @@
+"""From overrides to a configuration or the jobs of a sweep, and the mistakes in single overrides."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from recipe import CONF
+from recipe.compare.queue import arena, ladder, launcher
+from recipe.run.arguments import suggestion
+from recipe.run.config import Config, ConfigError, holds_mapping, is_key, keys, register
+from recipe.run.wording import expected, explain, misses_shape
+
+MOST_JOBS = 10_000  # of a sweep: each is composed and checked before the first one starts
+
+
+@functools.cache
+def register_all() -> None:
+    """Make the schema of the configuration, the launcher and the sweepers known to Hydra, once in a process."""
+    for part in (register, launcher.register, arena.register, ladder.register):
+        part()
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    """The configuration that Hydra composes, with Hydra's options under `hydra`."""
+    register_all()
+    with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+        return compose("config", overrides, return_hydra_config=True)
+
+
+def to_config(cfg: DictConfig) -> Config:
+    """Plain dataclasses from a composed configuration."""
+    cfg = deepcopy(cfg)
+    with open_dict(cfg):
+        cfg.pop("hydra", None)
+    return OmegaConf.to_object(cfg)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Composition:
+    """The result of composing overrides.
+
+    cfg    composed from the valid overrides with one value; None if even that fails
+    right  all valid overrides, also with several values
+    wrong  a sentence for each of the others
+    """
+
+    cfg: DictConfig | None
+    right: list[str]
+    wrong: list[str]
+
+    @property
+    def multirun(self) -> bool:
+        """Whether the configuration itself asks for a sweep."""
+        return self.cfg is not None and self.cfg.hydra.mode is RunMode.MULTIRUN
+
+
+def compose_right(overrides: list[str]) -> Composition:
+    """Compose the valid overrides, and write a sentence for each invalid one."""
+    overrides = [opened(line) for line in overrides]
+    wrong: list[str] = []
+    single: dict[str, str] = {}  # key -> override
+    swept: list[str] = []
+    for line in overrides:
+        sentences = list(mistakes(line))
+        wrong += sentences
+        if not sentences:
+            (override,) = parsed([line])
+            if override.is_sweep_override():
+                swept.append(line)
+            else:
+                single[override.key_or_group] = line
+    cfg = None
+    while cfg is None:
+        try:
+            cfg = composed(list(single.values()))
+        except (HydraException, OmegaConfBaseException) as error:
+            sentence = str(explain(error))
+            wrong.append(sentence)
+            # Hydra stops at the first invalid value. Remove it, and Hydra reports the next.
+            if single.pop(sentence.partition("=")[0], None) is None:
+                break
+    return Composition(cfg, [*single.values(), *swept], wrong)
+
+
+def mistakes(line: str) -> Iterator[str]:
+    """A sentence if an override is wrong in itself, with the likely correction."""
+    try:
+        (override,) = parsed([line])
+    except HydraException as error:
+        yield str(explain(error))
+        return
+    key, known = override.key_or_group, [*groups(), *keys()]
+    if override.is_hydra_override() or key.startswith("hydra/"):
+        return
+    if override.is_delete():
+        yield f"{line} would leave {key} without a value; write {key}=<value>."
+    elif not key:
+        yield f"{line} is not an override; write key=value without blanks."
+    elif key not in known and not is_key(key):
+        namesakes = [name for name in known if "." in name and name.rpartition(".")[2] == key.rpartition(".")[2]]
+        hint = f"; did you mean {' or '.join(namesakes)}?" if namesakes else suggestion(key, known)
+        yield f"{line} overrides nothing, as there is no {key}{hint or '; python train.py --help lists all overrides.'}"
+    elif override.is_interval_sweep():
+        yield f"{line} is all numbers of an interval, and a sweep has single ones: {key}=range(1,9,2), or {key}=1,3,5."
+    elif isinstance(override.value(), Glob) and not globbed(override):
+        files = f"conf/{key}/ has {', '.join(sorted(choices()[key]))}" if key in groups() else f"{key} names no file"
+        yield f"{line} finds nothing: glob() names files of a folder in conf/, and {files}."
+    elif key in groups() and not override.is_sweep_override() and not isinstance(override.value(), str):
+        yield f"{line} has to name a file of conf/{key}/; single values are {key}.<name>=..."
+    elif key in keys() and not override.is_sweep_override() and misses_shape(key, override.value()):
+        yield f"{line} is not {expected(key)}."
+
+
+def expand_home(argument: str) -> str:
+    """key=~/text as a shell would expand it; Hydra's grammar has no tilde in a value."""
+    return re.sub(r"(?<=[=,])~(?=/)", lambda _: str(Path.home()), argument)
+
+
+def opened(line: str) -> str:
+    """An override of a mapping, or of an entry of one, as Hydra takes it: only with a ++ may names be new."""
+    key = line.partition("=")[0]
+    of_mapping = key in keys() and holds_mapping(key)
+    return f"++{line}" if of_mapping or (is_key(key) and key not in keys()) else line
+
+
+def as_hydra_reads(argument: str) -> str:
+    """An argument in Hydra's grammar, which has no tilde in a value, and an equals sign in quoted ones only."""
+    key, equals, value = argument.partition("=")
+    if key == "arena.arms" and equals and value[:1] not in ("'", '"'):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'{key}="{escaped}"'
+    return opened(expand_home(argument))
+
+
+def jobs(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each job of a sweep: every combination of the command line's and the experiment's values."""
+    params = composed(unswept(overrides)).hydra.sweeper.params or {}
+    values = {
+        o.get_key_element(): swept_values(o) if o.is_sweep_override() else [o.get_value_element_as_str()]
+        for o in parsed([f"{key}={value}" for key, value in params.items()] + overrides)
+        if not o.is_hydra_override()
+    }
+    if math.prod(map(len, values.values())) > MOST_JOBS:
+        raise ConfigError(f"The sweep has more than {MOST_JOBS:,} jobs; take fewer values, or several sweeps.")
+    return [[f"{key}={v}" for key, v in zip(values, job, strict=True)] for job in itertools.product(*values.values())]
+
+
+def swept_values(override: Override) -> list[str]:
+    """The values of an override with several, at most one more than a sweep may have jobs."""
+    if isinstance(override.value(), Glob):
+        return globbed(override)
+    return list(itertools.islice(override.sweep_string_iterator(), MOST_JOBS + 1))
+
+
+def globbed(override: Override) -> list[str]:
+    """The files of conf/ that a pattern matches, such as attention=glob(*)."""
+    pattern: Any = override.value()
+    return list(pattern.filter(sorted(choices().get(override.key_or_group, ()))))
+
+
+def replaced(overrides: list[str]) -> list[str]:
+    """A sentence for each override that a later one of the same key replaces."""
+    last = {override.key_or_group: line for line, override in zip(overrides, parsed(overrides), strict=True)}
+    lost = [(line, last[o.key_or_group]) for line, o in zip(overrides, parsed(overrides), strict=True)]
+    return [f"{line} is replaced by {later}, which stands after it." for line, later in lost if line != later]
+
+
+def swept_mistakes(overrides: list[str]) -> list[str]:
+    """A sentence for each override with several values, for a command that is no sweep."""
+    single = unswept(overrides)
+    return [f"{o} is more than one value; add -m for a run with each." for o in overrides if o not in single]
+
+
+def unswept(overrides: list[str]) -> list[str]:
+    """The overrides with one value."""
+    return [line for line, o in zip(overrides, parsed(overrides), strict=True) if not o.is_sweep_override()]
+
+
+def parsed(overrides: list[str]) -> list[Override]:
+    """The overrides as Hydra reads them."""
+    return OverridesParser.create().parse_overrides(overrides)
+
+
+def by_key(overrides: list[str]) -> dict[str, Override]:
+    """Overrides by key; a later one replaces an earlier one."""
+    return {o.key_or_group: o for o in parsed(overrides)}
+
+
+def lines(overrides: dict[str, Override]) -> list[str]:
+    """The overrides as on a command line."""
+    return [str(override.input_line) for override in overrides.values()]
+
+
+def groups() -> list[str]:
+    """attention, model, ...: the folders of conf/."""
+    return sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "hydra")
+
+
+def choices() -> dict[str, set[str]]:
+    """The files of each of these folders, without their ending."""
+    return {group: {file.stem for file in (CONF / group).glob("*.yaml")} for group in groups()}

@@ -1,0 +1,111 @@
+"""The root configuration: the dataclasses of all parts in one, registered with Hydra."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from attention import AttentionConfig
+from data.config import DataConfig
+from model.config import GPTConfig
+from model.score import ScoreConfig
+from recipe.compare.arena.config import ArenaConfig
+from recipe.compare.ladder.config import LadderConfig
+from recipe.distributed.config import ParallelConfig
+from recipe.errors import UserError
+from recipe.run.tracker import TrackingConfig
+from recipe.training.config import TrainingConfig
+from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.parity.probe import ParityConfig
+
+
+class ConfigError(UserError, ValueError):
+    """An invalid override; the message names valid ones."""
+
+
+@dataclass
+class Config:
+    """The whole configuration of a run; `python train.py --help` explains it.
+
+    seed       for everything random
+    seq_len    length of a sequence, in tokens
+    device     auto, cpu, cuda or cuda:N
+    resume     auto or a run folder: continue from its newest checkpoint
+    init_from  a folder of transformers, or a name on the hub: the weights, model, score and tokenizer to start from
+    probes     measured with every evaluation: tasks of data/tasks/, and position_loss
+    """
+
+    seed: int = 1337
+    seq_len: int = 128
+    device: str = "auto"
+    resume: str | None = None
+    init_from: str | None = None
+    probes: list[str] = field(default_factory=list)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+    model: GPTConfig = field(default_factory=GPTConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parity: ParityConfig = field(default_factory=ParityConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    arena: ArenaConfig = field(default_factory=ArenaConfig)
+    ladder: LadderConfig = field(default_factory=LadderConfig)
+
+
+def register() -> None:
+    """Make Config the schema that conf/config.yaml starts from, so that every override is typed. conf/experiment/ also
+    finds ${divide:a,b}, which is a // b and at least 1, and ${min:a,b}."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("divide", lambda a, b: max(1, a // b), replace=True)
+    OmegaConf.register_new_resolver("min", min, replace=True)
+
+
+type_hints = functools.cache(get_type_hints)  # compiles every annotation
+
+
+def keys(config_type: type = Config, prefix: str = "") -> Iterator[str]:
+    """The names of all overrides: seed, ..., attention.name, ..."""
+    hints = type_hints(config_type)
+    for f in fields(config_type):
+        if is_dataclass(hints[f.name]):
+            yield from keys(hints[f.name], f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name
+
+
+def is_key(name: str) -> bool:
+    """Whether an override may have this name: an option's, or an entry's in an option that holds a mapping."""
+    known = set(keys())
+    return name in known or (name.rpartition(".")[0] in known and holds_mapping(name.rpartition(".")[0]))
+
+
+def holds_mapping(key: str) -> bool:
+    """Whether the option holds a mapping of any names, such as score.learned."""
+    kind = declared(key)
+    return any(get_origin(one) is dict for one in (kind, *get_args(kind)))
+
+
+def declared(key: str) -> Any:
+    """The type of a value of `key`."""
+    kind: Any = Config
+    for name in key.split("."):
+        kind = type_hints(kind)[name]
+    return kind
+
+
+def as_plain(value: Any) -> Any:
+    """Dataclasses, tuples and enums as nested dicts, lists, numbers and names, for JSON and W&B."""
+    if is_dataclass(value):
+        return {f.name: as_plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Enum):
+        return value.name
+    return [as_plain(v) for v in value] if isinstance(value, list | tuple) else value

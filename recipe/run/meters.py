@@ -1,0 +1,206 @@
+"""Step time, utilisation of the device, and memory.
+
+    meter = StepMeter(device, tokens_per_step=tokens, flops_per_token_full=full, flops_per_token_causal=causal,
+                      precision="bf16")
+    for step in range(start, steps):
+        meter.step_start()
+        for micro_step in ...:
+            with meter.waiting_for_data():
+                inputs, targets = next(batches)
+            ...
+        meter.step_end()
+        if step + 1 in log points:
+            metrics = meter.interval()          # metric name -> value, since the last call
+        with meter.paused():
+            ...                                 # evaluation, checkpoint, parity probe: not training, not counted
+    summary = {"median": meter.medians(), "peak": meter.peaks()}
+
+A step lasts from the end of the previous step to its end. Everything the loop does between two steps counts, except
+under `paused`. On a GPU the ends are events in the stream, read back at `interval` only, so the host never waits for
+the device in between. The first steps (allocation, compilation, autotuning) do not count.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from recipe.run.peaks import peak_flops, utilisation
+
+GIB = 2**30
+
+
+class Clock(Protocol):
+    """Marks points in a device's time."""
+
+    def mark(self) -> Any:
+        """The point that the device has reached when it has done everything asked of it so far."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """The time between two marks; may wait for `end` to be reached."""
+
+
+class HostClock:
+    """The host's clock, for a device that works while its caller waits."""
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return end - start
+
+
+class CudaClock:
+    """Events in the current stream of a GPU, which runs behind its caller."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+class StepMeter:
+    """Times steps and their waits for data; see the module's docstring for the order of calls.
+
+    tokens_per_step         over all devices
+    flops_per_token_full    forward and backward, with every query and key
+    flops_per_token_causal  the same, with visible keys only
+    precision               of the matrix products: bf16, fp16, tf32 or fp32
+    device_count            devices that share the step
+    warmup_steps            steps of this process that are not counted
+    clock                   of the device's kind by default
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        tokens_per_step: int,
+        flops_per_token_full: float,
+        flops_per_token_causal: float,
+        precision: str,
+        device_count: int = 1,
+        warmup_steps: int = 3,
+        clock: Clock | None = None,
+    ) -> None:
+        self.device = device
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = {"full": flops_per_token_full, "causal": flops_per_token_causal}
+        self.precision, self.peak = precision, peak_flops(device_name(device), precision)
+        self.device_count = device_count
+        self.clock = clock or (CudaClock(device) if device.type == "cuda" else HostClock())
+
+        self._warmup_left = warmup_steps
+        self._start: Any = None  # start of the current step: the end of the last one, unless paused
+        self._waited = 0.0  # host seconds spent waiting for data in the current step
+        self._pending: list[tuple[Any, Any, float]] = []  # (start, end, waited), not read back yet
+        self._step_seconds, self._data_seconds = array("d"), array("d")  # of the whole run
+        self._peak_bytes = {"allocated": 0, "reserved": 0}  # since the last interval, pauses left out
+        self._peaks: dict[str, float] = {}  # of the whole run
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def step_start(self) -> None:
+        """Call when the loop begins a step."""
+        if self._start is None:
+            self._start = self.clock.mark()
+        self._waited = 0.0
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Enter around every call that may wait for a batch."""
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
+
+    def step_end(self) -> None:
+        """Call after the last work of a step has been launched."""
+        end = self.clock.mark()
+        if self._warmup_left:
+            self._warmup_left -= 1
+        elif self._start is not None:  # steps with a pause inside do not count
+            self._pending.append((self._start, end, self._waited))
+        self._start = end
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Enter around work that is not training: neither its time nor its memory counts."""
+        self._note_memory()
+        try:
+            yield
+        finally:
+            self._start = None
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+
+    def interval(self, replayed_bytes: int = 0) -> dict[str, float]:
+        """Means over the steps since the last call, and the peaks of memory; then both start again.
+
+        replayed_bytes   peak memory of a replayed CUDA graph, which the allocator does not see
+
+        The throughput is absent while all of them were warm-up, MFU where the device's peak is unknown, memory on
+        a CPU. Waits for the device to finish the last step.
+        """
+        steps = [self.clock.seconds(start, end) for start, end, _ in self._pending]
+        waits = [waited for _, _, waited in self._pending]
+        self._pending.clear()
+        self._step_seconds.extend(steps)
+        self._data_seconds.extend(waits)
+
+        self._note_memory()
+        self._peak_bytes["allocated"] = max(self._peak_bytes["allocated"], replayed_bytes)
+        memory = {f"memory/peak_{kind}_gib": b / GIB for kind, b in self._peak_bytes.items() if b}
+        self._peak_bytes = dict.fromkeys(self._peak_bytes, 0)
+        for name, value in memory.items():
+            self._peaks[name] = max(value, self._peaks.get(name, 0.0))
+        return self._throughput(statistics.fmean(steps), statistics.fmean(waits)) | memory if steps else memory
+
+    def medians(self) -> dict[str, float]:
+        """The median step of the run, as the names that `interval` uses; empty where every step was warm-up."""
+        if not self._step_seconds:
+            return {}
+        return self._throughput(statistics.median(self._step_seconds), statistics.median(self._data_seconds))
+
+    def peaks(self) -> dict[str, float]:
+        """The highest memory of the run's intervals; empty on a CPU."""
+        return dict(self._peaks)
+
+    def _throughput(self, step_seconds: float, data_seconds: float) -> dict[str, float]:
+        tokens_per_second = self.tokens_per_step / step_seconds
+        metrics = {
+            "throughput/tokens_per_s": tokens_per_second,
+            "throughput/step_ms": step_seconds * 1e3,
+            "throughput/data_ms": data_seconds * 1e3,
+        }
+        for convention, flops in self.flops_per_token.items():
+            mfu = utilisation(tokens_per_second, flops, self.peak, self.device_count)
+            if mfu is not None:
+                metrics[f"throughput/mfu_{convention}"] = mfu
+        return metrics
+
+    def _note_memory(self) -> None:
+        """Take the allocator's peaks into the interval's, and reset them; this does not touch the device."""
+        if self.device.type != "cuda":
+            return
+        allocated, reserved = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        self._peak_bytes["allocated"] = max(self._peak_bytes["allocated"], allocated)
+        self._peak_bytes["reserved"] = max(self._peak_bytes["reserved"], reserved)
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name as its driver gives it; "cpu" for the host."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

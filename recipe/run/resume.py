@@ -1,0 +1,187 @@
+"""Which run to resume, and whether its folder is free and its checkpoint fits."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+
+from data.untrusted import UntrustedError, check_value
+from model.config import Positions
+from recipe.compare.queue.launcher import quoted
+from recipe.distributed.world import World
+from recipe.run.compose import by_key, choices, lines, parsed
+from recipe.run.config import Config, ConfigError, as_plain, is_key
+from recipe.run.recorded import foreign_reference
+from recipe.run.run_folder import OUTPUTS, OVERRIDES, check_not_running, read_config_values, read_overrides
+from recipe.training.checkpoint import CheckpointError, newest_valid, read_manifest
+from recipe.wording import as_typed
+
+
+def resumed(overrides: list[str]) -> list[str]:
+    """Where `resume` names a run, its recorded overrides with the given ones on top, in that run's folder.
+
+    resume=<run folder>                  that run
+    resume=auto                          the newest under outputs/ that has a valid checkpoint
+    resume=auto hydra.run.dir=<folder>   the run in that folder or, before its first checkpoint, a new one
+
+    Raises ConfigError, CheckpointError where there is nothing to resume.
+    """
+    given = by_key(overrides)
+    if "resume" not in given or given["resume"].value() is None:
+        return overrides
+    target, run_dir = str(given["resume"].value()), given.get("hydra.run.dir")
+    if target != "auto":
+        folder = Path(target)
+        if not (folder / OVERRIDES).is_file():
+            raise ConfigError(f"resume={target} is not a run folder; name one that holds .hydra and checkpoints.")
+    elif run_dir is None:
+        folder = newest_run()
+    else:
+        folder = Path(str(run_dir.value()))
+        if not has_checkpoints(folder):
+            return overrides
+    newest_intact(folder / "checkpoints")
+    recorded = {override.key_or_group: override for override in recorded_overrides(folder)}
+    path = quoted(str(folder))
+    last = by_key([f"resume={path}", f"hydra.run.dir={path}", "hydra.mode=RUN"])
+    return lines(recorded | given | last)
+
+
+def recorded_overrides(run: Path) -> list[Override]:
+    """The overrides that the run recorded, each a plain value of an option of this recipe, or a file of conf/.
+
+    Hydra would run functions that others name, such as callbacks. Raises ConfigError for such a line.
+    """
+    path = run / OVERRIDES
+    try:
+        return [own_override(line) for line in read_overrides(run)]
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+    except UntrustedError as error:
+        reason = str(error)
+    raise ConfigError(f"{path} {reason}, so the run cannot be resumed; restore the file.")
+
+
+def own_override(line: str) -> Override:
+    """A recorded override as Hydra reads it. Raises UntrustedError unless it sets an option of the recipe to a plain
+    value."""
+    try:
+        (override,) = parsed([line])
+        value = None if override.is_sweep_override() else override.value()
+        check_value(value)
+    except (HydraException, RecursionError, UntrustedError):
+        raise UntrustedError(f"holds {line[:200]}, which is no override") from None
+    key, files = override.key_or_group, choices()
+    ours = is_key(key) or (key in files and (value is None or value in files[key]))
+    plain = override.type is not OverrideType.DEL and override.package is None and not override.is_sweep_override()
+    if not (ours and plain) or "_target_" in line or foreign_reference(value) is not None:
+        raise UntrustedError(f"holds {line[:200]}, which is no plain value of an option of this recipe")
+    return override
+
+
+def newest_run() -> Path:
+    """The run folder under outputs/ whose newest valid checkpoint was written last. Raises ConfigError."""
+    damaged = []
+    for folder in sorted(OUTPUTS.glob("**/checkpoints"), key=lambda f: f.stat().st_mtime, reverse=True):
+        try:
+            newest_intact(folder)
+        except CheckpointError:
+            damaged += [str(folder.parent)] if has_checkpoints(folder.parent) else []
+        else:
+            return folder.parent
+    reason = f": every checkpoint of {' and '.join(damaged)} is damaged" if damaged else ""
+    raise ConfigError(
+        f"resume=auto finds no run with a valid checkpoint under {OUTPUTS}/{reason}; leave it out to start one."
+    )
+
+
+def newest_intact(checkpoints: Path) -> Path:
+    """The newest intact checkpoint. Only the first rank reads the files; the others check sizes, because all of them
+    load the first rank's choice, or fail. Raises CheckpointError."""
+    path, _ = newest_valid(checkpoints, read=World.from_environment().rank == 0)
+    return path
+
+
+def has_checkpoints(run: Path) -> bool:
+    """Whether the run folder holds checkpoints, intact or damaged."""
+    return any(run.glob("checkpoints/step-*"))
+
+
+def check_folder(folder: Path, config: Config) -> None:
+    """Raise ConfigError for a run folder that cannot be written or holds another run, and for a checkpoint in it that
+    this configuration cannot resume."""
+    check_writable(folder, "hydra.run.dir")
+    check_not_running(folder)
+    check_unused(folder, config)
+    if config.resume is not None and has_checkpoints(folder):
+        path = newest_intact(folder / "checkpoints")
+        check_resumable(read_manifest(path).metadata["config"], config, path)
+
+
+def check_unused(folder: Path, config: Config) -> None:
+    """Raise ConfigError for a folder that holds a run, which this configuration does not resume."""
+    if config.resume is None and (folder / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"hydra.run.dir={folder} already holds a run; add resume=auto to continue it, or name another folder."
+        )
+
+
+def check_writable(folder: Path, override: str) -> None:
+    """Raise ConfigError unless `folder`, which `override` names, is there or can be made, and can be written to."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=existing))  # on some file systems permissions are not enough to know
+    except OSError as error:
+        raise ConfigError(
+            f"{override}={folder} cannot be written, because of {existing} ({error.strerror}); name another folder."
+        ) from error
+
+
+def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) -> None:
+    """Raise ConfigError where `checkpoint` was trained with another model, optimizer or other data than `config` has.
+
+    recorded  the checkpoint's configuration, plain
+    """
+    now, default = as_plain(config), as_plain(Config())
+    names = ["optimizer.name"]
+    if config.model.positions is Positions.learned:  # a table with a row for each position; rotary ones have any length
+        names.append("seq_len")
+    for part, free in (("model", {"name", "dropout"}), ("score", {"name"}), ("data", {"cache"})):
+        names += [f"{part}.{name}" for name in now[part].keys() - free]
+    try:
+        composed = read_config_values(checkpoint.parents[1])
+    except (OSError, UntrustedError):  # only the wording depends on it
+        composed = {}
+    sentences = []
+    for name in sorted(names):
+        new = nested(now, name)
+        # An option that the run did not record is newer than the run, which behaved as with the default.
+        then = nested(recorded, name, nested(default, name))
+        if then == new:
+            continue
+        if nested(composed, name) == new:  # nothing was overridden
+            raise ConfigError(
+                f"{checkpoint} belongs to another run, whose {name} is {as_typed(then)} instead of {as_typed(new)}; "
+                "put this run's checkpoints back, or start a new run without resume."
+            )
+        reason = "was trained on other data" if name.startswith("data.") else "does not fit it"
+        sentences.append(
+            f"{name}={as_typed(new)} differs from the run's {name}={as_typed(then)}, and {checkpoint.name} {reason}; "
+            "leave it out, or start a new run without resume."
+        )
+    if sentences:
+        raise ConfigError("\n".join(sentences))
+
+
+def nested(values: Any, name: str, default: Any = None) -> Any:
+    """The value of a dotted name in nested mappings."""
+    for part in name.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return default
+        values = values[part]
+    return values

@@ -1,0 +1,54 @@
+"""init_from: the overrides that follow from a folder of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException
+
+from recipe.compare.queue.launcher import quoted
+from recipe.run.compose import parsed
+from recipe.wording import as_typed
+
+
+def with_start(overrides: list[str]) -> list[str]:
+    """The overrides, preceded by ones for the model, score and tokenizer of `init_from`, as far as the user chose none.
+
+    model=..., score=... and data.tokenizer=... are such choices. Raises WeightsError.
+    """
+    chosen = {line.partition("=")[0].lstrip("+") for line in overrides}
+    lines = [line for line in overrides if line.startswith("init_from=")]
+    if not lines or "model" in chosen:
+        return overrides
+    try:
+        (override,) = parsed(lines[-1:])
+        source = None if override.is_sweep_override() else override.value()
+    except HydraException:  # is reported with the other mistakes
+        return overrides
+    if not isinstance(source, str) or (
+        names_path(source) and not (Path(source).expanduser() / "config.json").is_file()
+    ):
+        return overrides
+    from recipe.infer.huggingface.starting import start_from  # the hub's client takes a tenth of a second to import
+
+    options = start_from(source).options()
+    if "score" in chosen:
+        options = {name: value for name, value in options.items() if not name.startswith("score.")}
+    return [f"{name}={written(value)}" for name, value in options.items() if name not in chosen] + overrides
+
+
+def names_path(source: str) -> bool:
+    """Whether init_from names a path on this machine."""
+    return source.startswith((".", "/", "~")) or Path(source).exists()
+
+
+def written(value: Any) -> Any:
+    """A value in Hydra's grammar of overrides."""
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, list):
+        return f"[{','.join(str(written(item)) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{written(item)}' for name, item in value.items())}}}"
+    return as_typed(value)

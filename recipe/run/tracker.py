@@ -1,0 +1,204 @@
+"""Records a run: metrics.jsonl, the progress line and W&B or TensorBoard; at the end summary.json and the loss curve.
+
+    tracker = Tracker(run_folder, config.tracking, run_config=as_plain_dicts, steps=2000, resume_step=None,
+                      environment=environment(device))
+    with tracker:                                  # whatever happens, no process or terminal state is left behind
+        tracker.log(step, {"train/loss": 2.3, ...})    # after `step` updates; metrics.jsonl first, then the rest
+        tracker.print("a line above the progress bar")
+        tracker.finish({"status": "completed", ...})   # writes summary.json as given, draws, says where to look
+
+Log before saving the checkpoint of the same step: a resumed run keeps the lines up to its checkpoint's step and writes
+later ones again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from data.atomic import write_atomically
+from data.untrusted import read_text
+from recipe.files import plain
+from recipe.run.metrics import MetricsFile, TrackingError, read_metrics
+from recipe.run.progress import ProgressLine
+from recipe.run.run_folder import read_summary
+from recipe.run.summary import ENVIRONMENT, draw_loss_curve, write_summary
+from recipe.run.tensorboard import Board, installed
+from recipe.run.wandb_mirror import WandbMirror
+
+__all__ = ["Tracker", "TrackingConfig", "TrackingError", "TrackingMode", "tracking_mistakes"]
+
+# The longest wait for W&B at the end of a run, when an upload takes longer than writing a file.
+SECONDS_TO_FINISH = {"online": 60.0, "offline": 30.0}
+SECONDS_TO_LEAVE = 10.0  # where the run breaks off without `finish`
+
+
+class TrackingMode(Enum):
+    """The tracker of the run, in addition to metrics.jsonl."""
+
+    online = "online"  # on W&B's server
+    offline = "offline"  # by W&B in the run folder; `wandb sync` uploads it
+    tensorboard = "tensorboard"  # in the run folder, for TensorBoard
+    disabled = "disabled"  # nowhere
+
+    @property
+    def by_wandb(self) -> bool:
+        return self in (TrackingMode.online, TrackingMode.offline)
+
+
+@dataclass
+class TrackingConfig:
+    """The options under `tracking.*`.
+
+    mode     online, offline, tensorboard or disabled
+    project  the project in W&B
+    group    the group in W&B, which the runs of a sweep share
+    """
+
+    mode: TrackingMode = TrackingMode.offline
+    project: str = "gpt-attention"
+    group: str | None = None
+
+
+def tracking_mistakes(config: TrackingConfig) -> Iterator[str]:
+    """A sentence where the mode is not installed."""
+    if config.mode is TrackingMode.tensorboard and not installed():
+        yield "tracking=tensorboard needs TensorBoard; install it with: pip install -e '.[tensorboard]'"
+
+
+class Tracker:
+    """Records one run; see the module's docstring."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        config: TrackingConfig,
+        *,
+        run_config: Mapping[str, Any],
+        steps: int,
+        resume_step: int | None = None,
+        environment: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        run_config   recorded in W&B as the run's configuration
+        steps        updates of the whole run
+        resume_step  the step from which it resumes; None for a new run
+        environment  versions, device and git commit, recorded with the configuration
+
+        Raises TrackingError where the run folder belongs to another run.
+        """
+        self.run_folder, self.config = run_folder, config
+        self.name = name_of(run_folder)
+        run_folder.mkdir(parents=True, exist_ok=True)
+        self.metrics = MetricsFile(run_folder / "metrics.jsonl", resume_step)
+        (run_folder / "summary.json").unlink(missing_ok=True)  # describes a run that has ended
+        self.progress = ProgressLine(steps, resume_step or 0)
+        self.mirror: WandbMirror | None = None
+        self.board: Board | None = None
+        recorded = {**run_config, **(environment or {})}
+        if config.mode.by_wandb:
+            self.mirror = start_mirror(run_folder, config, recorded)
+        if config.mode is TrackingMode.tensorboard:
+            self.board = Board(run_folder, recorded, resume_step)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record `metrics` after `step` updates: numbers, or words where the name says so.
+
+        Raises TrackingError if metrics.jsonl cannot be written, and nothing else.
+        """
+        self.metrics.append(step, metrics)
+        self.progress.update(step, metrics)
+        if self.board is not None:
+            self.board.log(step, metrics)
+        self._warn()
+
+    def print(self, text: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        self.progress.print(text)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write summary.json, draw loss.png, close W&B, and print where they are.
+
+        Raises TrackingError where the run folder cannot be written.
+        """
+        self.metrics.close()
+        self.progress.close()
+        try:
+            write_summary(self.run_folder / "summary.json", summary)
+            draw_loss_curve(read_metrics(self.metrics.path), self.run_folder / "loss.png", self.name)
+        except OSError as error:
+            raise TrackingError(
+                f"{self.run_folder} could not be written ({error.strerror}); free some space."
+            ) from error
+        if self.mirror is not None:
+            self.mirror.finish(SECONDS_TO_FINISH[self.config.mode.value])
+            self._warn()
+        self._print_location()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.close()
+        self.metrics.close()
+        if self.board is not None:
+            self.board.close()
+        if self.mirror is not None:
+            self.mirror.end(SECONDS_TO_LEAVE)
+
+    def _warn(self) -> None:
+        if self.mirror is not None:
+            for warning in self.mirror.warnings():
+                self.print(f"warning: {warning}")
+
+    def _print_location(self) -> None:
+        lines = {"run folder": self.run_folder, "metrics": "metrics.jsonl, summary.json", "loss curve": "loss.png"}
+        if self.mirror is not None and self.mirror.location is not None:
+            lines["W&B"] = self.mirror.location if self.mirror.online else f"wandb sync {self.mirror.location}"
+        if self.board is not None:
+            lines["TensorBoard"] = f"tensorboard --logdir {self.run_folder}"
+        for label, value in lines.items():
+            self.print(f"{label:<12}{value}")
+
+
+def start_mirror(run_folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> WandbMirror:
+    """Copy the run's metrics into its W&B run, which has the same id after a resume."""
+    path = run_folder / "wandb" / "run-id"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, secrets.token_hex(4))
+    return WandbMirror(
+        run_folder,
+        {
+            "mode": config.mode.value,
+            "project": config.project,
+            "group": config.group,
+            "name": name_of(run_folder),
+            "id": read_text(path),
+            "resume": "allow" if config.mode is TrackingMode.online else None,
+            "config": plain(run_config),
+        },
+    )
+
+
+def mirror_again(run_folder: Path, config: TrackingConfig) -> list[str]:
+    """Send the entries that summary.json has gained since the run ended to W&B. Returns warnings, a sentence each."""
+    if not config.mode.by_wandb:
+        return []
+    summary = read_summary(run_folder)
+    recorded = {name: summary[name] for name in ENVIRONMENT if name in summary}
+    mirror = start_mirror(run_folder, config, {**summary.get("config", {}), **recorded})
+    mirror.finish(SECONDS_TO_FINISH[config.mode.value])
+    return mirror.warnings()
+
+
+def name_of(run_folder: Path) -> str:
+    """<date>/<time>-<attention>, or <time>/<job> of a sweep."""
+    return "/".join(run_folder.absolute().parts[-2:])

@@ -1,0 +1,112 @@
+"""One sentence for each error of Hydra and OmegaConf, which take several lines."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+from recipe.compare.queue.submitit_jobs import failed_job
+from recipe.errors import UserError, fail, refusals
+from recipe.run.arguments import suggestion
+from recipe.run.config import ConfigError, declared, holds_mapping, keys
+from recipe.wording import as_typed
+
+LISTS: dict[Any, str] = {
+    list[int]: "a list of whole numbers, such as [1,2,3,4]",
+    list[float]: "a list of numbers, such as [0.5,1,2]",
+    list[str]: "a list of names, such as [mqar,position_loss]",
+}
+
+
+@contextlib.contextmanager
+def one_sentence() -> Iterator[None]:
+    """End the process with status 1 and a sentence, without a traceback, for a failure that a user can act on."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        fail(explain(error))
+    except refusals() as error:
+        fail(error)
+    except RuntimeError as error:
+        failed = failed_job(error)
+        if failed is None:
+            raise
+        fail(failed)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def explain(error: Exception) -> UserError:
+    """One sentence for an error of Hydra's or OmegaConf's."""
+    cause = error.__cause__ or error
+    if isinstance(cause, UserError):  # raised by a launcher; Hydra wraps it
+        return cause
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        parts = error.missing_cfg_file.split("/")  # a choice may have slashes too
+        depth = 2 if parts[0] == "hydra" else 1
+        group, choice = "/".join(parts[:depth]), "/".join(parts[depth:])
+        if group == "hydra/launcher" and choice.startswith("submitit_"):
+            return ConfigError(
+                "hydra/launcher=slurm needs Hydra's submitit launcher; install it with: pip install -e '.[slurm]'"
+            )
+        hint = suggestion(choice, list(error.options)) or "."
+        if group == "data" and choice and Path(choice).exists():
+            hint = f"; to train on your text, use data=text data.path={choice}."
+        return ConfigError(f"{group}={choice} is not known; choose one of {', '.join(error.options)}{hint}")
+    if isinstance(error, OverrideParseException):
+        return ConfigError(
+            f"{error.override} is not an override; write key=value, and quote a value with special characters twice: "
+            "'key=\"a b\"'."
+        )
+    listed_key, of_list, _ = str(getattr(cause, "full_key", "")).partition("[")
+    if isinstance(cause, ValidationError) and of_list and listed_key in keys():
+        return ConfigError(f"{listed_key} has {as_typed(cause.value)}; write {expected(listed_key)}.")
+    if isinstance(cause, ValidationError) and cause.full_key is not None and cause.full_key in keys():
+        key, value = cause.full_key, as_typed(cause.value)
+        return ConfigError(f"{key}={value} is not {expected(key)}{whole_number_hint(key, value)}.")
+    return ConfigError(" ".join(" ".join(str(e).split()) for e in dict.fromkeys((error, cause))))
+
+
+def expected(key: str) -> str:
+    """The values that `key` accepts, in words."""
+    kind = declared(key)
+    if get_origin(kind) is UnionType:
+        kind, other = get_args(kind)
+        if other is str:
+            return "a whole number or auto"
+    if get_origin(kind) is tuple:
+        return "a list of numbers, such as [0.9,0.99]"
+    if kind in LISTS:
+        return LISTS[kind]
+    if get_origin(kind) is list:
+        return "a list with an entry for each layer, such as [{window:1024},{}]"
+    if get_origin(kind) is dict:
+        return "a mapping, such as {name:value}"
+    if issubclass(kind, Enum):
+        return "one of " + ", ".join(member.name for member in kind)
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
+
+
+def misses_shape(key: str, value: Any) -> bool:
+    """Whether `key` takes a mapping or a list of mappings and `value` is neither: OmegaConf's error lacks the key."""
+    if holds_mapping(key):
+        return value is not None and not isinstance(value, dict)
+    kinds = (declared(key), *get_args(declared(key)))
+    of_mappings = any(get_origin(kind) is list and kind not in LISTS for kind in kinds)
+    fits = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
+    return of_mappings and value is not None and not fits
+
+
+def whole_number_hint(key: str, value: Any) -> str:
+    """ "; write key=1000000" for 1e6 where a whole number is expected, else nothing."""
+    if isinstance(value, float) and value.is_integer() and expected(key) == "a whole number":
+        return f"; write {key}={value:.0f}"
+    return ""

@@ -1,1 +1,0 @@
-"""Tracking: metrics.jsonl, the progress line, summary.json, the loss curve, W&B."""

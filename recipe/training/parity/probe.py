@@ -1,0 +1,275 @@
+"""The probe compares a run's attention with another one during the run.
+
+A training micro-batch goes forward and backward three more times, at the current weights:
+
+    run        the run's attention, in the run's precision, uncompiled
+    reference  another attention, in the same precision
+    exact      the reference in a higher precision: fp32 for bf16 and fp16, fp64 for fp32
+
+with the dropout masks of the training step. `run - reference` is the effect of the choice of attention;
+`reference - exact` is the effect of rounding alone, the floor below which a difference means nothing. Two correct
+implementations are about equally far from `exact`, so they differ by a small multiple of the floor at most.
+
+The floor includes the rounding of the whole model. Each layer's attention is therefore also called alone, and compared
+with fp64 row by row (layers.py).
+
+The probe changes no weight, gradient or random-number generator.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attention import (
+    IMPLEMENTATIONS,
+    Attention,
+    AttentionConfig,
+    AttentionError,
+    AttentionShape,
+    DropoutKey,
+    DropoutRng,
+    build_attention,
+)
+from attention.check.judge import full_precision_products
+from data.batches import Batch
+from model.gpt import GPT
+from recipe.errors import UserError, sentence_of
+from recipe.run.device import free_memory
+from recipe.training.parity import PARITY_MARGIN
+from recipe.training.parity.fwd_bwd import FwdBwd, differences, fwd_bwd, memory_returned
+from recipe.training.parity.layers import check_layers, part
+from recipe.wording import times
+
+log = logging.getLogger(__name__)
+
+# A probe takes at most this fraction of the memory that is free when it starts.
+MEMORY_SHARE = 0.8
+ALONE = (
+    "attention_error",
+    "attention_error_higher",
+)  # of each layer alone: see parity/layers.py
+
+
+@dataclass
+class ParityConfig:
+    """The options under `parity.*`.
+
+    every      updates between two probes; 0: no probe
+    reference  the attention to compare with
+    """
+
+    every: int = 0
+    reference: str = "naive"
+
+
+class ParityError(UserError, ValueError):
+    """A meaningless comparison; the message says what to change."""
+
+
+def check_parity(config: ParityConfig, attention: AttentionConfig, shape: AttentionShape) -> None:
+    """Raise ParityError where the reference cannot draw the run's dropout masks, or does not support the model in the
+    run's precision or in the higher one."""
+    if config.every < 0:
+        raise ParityError(f"parity.every={config.every} must be a number of steps, or 0 for no probe.")
+    if config.reference not in IMPLEMENTATIONS:
+        raise ParityError(
+            f"parity.reference={config.reference} is not known; choose one of {', '.join(IMPLEMENTATIONS)}."
+        )
+    if config.every == 0:
+        return
+    if attention.dropout > 0 and attention.rng is DropoutRng.torch:
+        raise ParityError(
+            "parity.every with attention.rng=torch would compare different dropout masks; "
+            "set attention.rng=replay, attention.dropout=0 or parity.every=0."
+        )
+    try:
+        reference = build_attention(reference_config(config, attention))
+        for dtype in (shape.dtype, exact_dtype(shape.dtype)):
+            reference.check(replace(shape, dtype=dtype))
+    except AttentionError as error:
+        raise ParityError(
+            f"parity.reference={config.reference} cannot stand beside this run: {sentence_of(error)}"
+        ) from error
+
+
+def reference_config(config: ParityConfig, attention: AttentionConfig) -> AttentionConfig:
+    """The attention to compare with: `config.reference`, with the run's dropout."""
+    return AttentionConfig(name=config.reference, dropout=attention.dropout)
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which rounding in `dtype` is measured."""
+    return torch.float64 if dtype is torch.float32 else torch.float32
+
+
+class ParityProbe:
+    """Compares a run's attention with a reference on the run's weights and batches."""
+
+    def __init__(self, config: ParityConfig, attention: AttentionConfig, shape: AttentionShape) -> None:
+        """
+        config     as `check_parity` accepts it
+        attention  the run's
+        shape      the model's requirements for its attention; its dtype is the precision of the run
+        """
+        self.config, self.shape = config, shape
+        self.exact_dtype = exact_dtype(shape.dtype)
+        self.reference = build_attention(reference_config(config, attention))
+        self.window: tuple[int, int] | None = None  # the largest (sequences, tokens) that fits, known after a failure
+
+    def is_due(self, step: int) -> bool:
+        """Whether to probe update `step`, counted from 0."""
+        return self.config.every > 0 and step % self.config.every == 0
+
+    def measure(
+        self,
+        model: GPT,
+        batch: Batch,
+        key: DropoutKey | None,
+        loss_scale: float = 1.0,
+    ) -> dict[str, Any]:
+        """Compare on one micro-batch.
+
+        model       not compiled, in the mode it trains in
+        key         of the micro-batch's dropout
+        loss_scale  multiplies the loss before the backward pass (fp16), and is divided out again
+
+        Returns `parity/*` as docs/probe.md lists them. If three passes do not fit in memory, it compares fewer
+        sequences or fewer tokens, logs that, and reports the size in parity/tokens.
+        """
+        of = batch.inputs.shape
+        B, T = self.window or self._first_window(model, *of)
+        while True:
+            part = batch.beginning(B, T)
+            try:
+                with memory_returned(batch.inputs.device):
+                    measured = self._compare(model, part, key, loss_scale)
+                break
+            except torch.OutOfMemoryError:
+                if B * T == 1:
+                    raise
+            # Outside the handler, whose traceback would keep the failed pass's tensors alive.
+            B, T = smaller(B, T)
+            self._reduce_window(B, T, *of)
+        difference = beyond_rounding(measured)
+        if difference:
+            log.warning(f"parity: attention={model.attend.name} is not {self.config.reference}: {difference}.")
+        layers = self._layers(model, batch, key)
+        if difference := wrong_alone(layers):
+            log.warning(f"parity: attention={model.attend.name} is wrong: {difference}.")
+        return measured | layers | {"parity/tokens": [B, T]}
+
+    def _layers(self, model: GPT, batch: Batch, key: DropoutKey | None) -> dict[str, Any]:
+        """Each layer's attention alone, on as many sequences and tokens as layers.py compares and the memory holds."""
+        B, T = part(batch.inputs.shape[0], batch.inputs.shape[1], batch.inputs.device)
+        while True:
+            try:
+                with memory_returned(batch.inputs.device):
+                    checked = check_layers(model, batch.beginning(B, T), key, self.shape.dtype)
+                return checked.metrics() | {"parity/attention_tokens": [B, T]}
+            except torch.OutOfMemoryError:
+                if B * T == 1:
+                    raise
+            B, T = smaller(B, T)
+
+    def _compare(self, model: GPT, batch: Batch, key: DropoutKey | None, loss_scale: float) -> dict[str, Any]:
+        def run(attend: Attention, dtype: torch.dtype) -> FwdBwd:
+            return fwd_bwd(model, batch, key, attend, dtype, loss_scale)
+
+        reference = run(self.reference, self.shape.dtype)
+        difference = differences(run(model.attend, self.shape.dtype), reference)
+        with full_precision_products():
+            noise = differences(reference, run(self.reference, self.exact_dtype))
+        worst = max(difference.gradients, key=lambda name: _rank(difference.gradients[name]))
+        return {
+            "parity/loss_diff": difference.loss,
+            "parity/logits_max_diff": difference.logits,
+            "parity/grad_rel_err": difference.gradients[worst],
+            "parity/worst_parameter": worst,
+            "parity/noise_loss_diff": noise.loss,
+            "parity/noise_logits_max_diff": noise.logits,
+            "parity/noise_grad_rel_err": max(noise.gradients.values(), key=_rank),
+        }
+
+    def _first_window(self, model: GPT, B: int, T: int) -> tuple[int, int]:
+        """The part of (B, T) that should fit, estimated from the size of the reference's scores and of the logits."""
+        free, window = free_memory(self.shape.device), (B, T)
+        while math.prod(window) > 1 and self._estimate(model, *window) > MEMORY_SHARE * free:
+            window = smaller(*window)
+        if window != (B, T):
+            self._reduce_window(*window, B, T)
+        return window
+
+    def _estimate(self, model: GPT, B: int, T: int) -> int:
+        """Bytes of the costliest pass, `exact`: per layer three (B, H, T, T) matrices of a naive reference (its
+        scores, its probabilities, and those dropped and cast), and the logits with their softmax and gradient."""
+        scores = 3 * model.config.n_layers * B * self.shape.n_heads * T * T if self.config.reference == "naive" else 0
+        return self.exact_dtype.itemsize * (scores + 4 * B * T * model.vocab_size)
+
+    def _reduce_window(self, B: int, T: int, of_B: int, of_T: int) -> None:
+        self.window = (B, T)
+        log.warning(
+            f"parity: attention={self.config.reference} on {of_B} sequences of {of_T} tokens does not fit in memory; "
+            f"comparing {B} of {T}."
+        )
+
+
+def beyond_rounding(measured: Mapping[str, Any]) -> str | None:
+    """A sentence on the difference that rounding does not explain, or None.
+
+    Logits and gradients may differ by PARITY_MARGIN times the noise. The loss does not count: the difference of two
+    scalars is too often close to zero by accident.
+    """
+    for name, what in (
+        ("logits_max_diff", "a logit"),
+        ("grad_rel_err", f"the gradient of {measured['parity/worst_parameter']}"),
+    ):
+        difference, noise = measured[f"parity/{name}"], measured[f"parity/noise_{name}"]
+        if not difference <= PARITY_MARGIN * noise:  # a NaN is not
+            return f"{what} differs from the reference's by {difference:.2g}, where rounding explains {noise:.2g}"
+    return None
+
+
+def wrong_alone(measured: Mapping[str, Any]) -> str | None:
+    """A sentence on a layer whose attention alone is further from fp64 than rounding explains, or None."""
+    names = [f"parity/{name}" for name in ALONE]
+    worst = max((float(measured[name]) for name in names if name in measured), default=0.0)
+    if worst <= 1:
+        return None
+    return f"{measured['parity/attention_worst']} is {times(worst)} as far from fp64 as rounding explains"
+
+
+def _rank(value: Any) -> float:
+    """A sort key with NaN above all numbers. metrics.jsonl has "nan" and "inf" as text."""
+    return math.inf if math.isnan(float(value)) else float(value)
+
+
+def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The `parity` entry of summary.json from the lines of metrics.jsonl: the worst value of every measure, the largest
+    noise, and the [sequences, tokens] of the last probe. None without probes."""
+    checks = [line for line in lines if "parity/loss_diff" in line]
+    if not checks:
+        return None
+
+    def worst(name: str) -> float:
+        return max((check[f"parity/{name}"] for check in checks if f"parity/{name}" in check), key=_rank)
+
+    measures = ("loss_diff", "logits_max_diff", "grad_rel_err")
+    return {
+        "checks": len(checks),
+        **{f"worst_{name}": worst(name) for name in measures},
+        "worst_parameter": max(checks, key=lambda check: _rank(check["parity/grad_rel_err"]))["parity/worst_parameter"],
+        **{f"noise_{name}": worst(f"noise_{name}") for name in measures},
+        "tokens": checks[-1]["parity/tokens"],
+        **{f"worst_{name}": worst(name) for name in ALONE if any(f"parity/{name}" in check for check in checks)},
+    }
+
+
+def smaller(B: int, T: int) -> tuple[int, int]:
+    """Half of the sequences or, for a single one, half of its tokens."""
+    return (B // 2, T) if B > 1 else (1, max(1, T // 2))

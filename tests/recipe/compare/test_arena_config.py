@@ -1,0 +1,114 @@
+"""Arms as they are written, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from recipe.compare.arena.config import ArenaConfig, arena_mistakes, read_arms
+from recipe.run.config import ConfigError
+from recipe.run.launch import prepare
+
+FILES = ["alibi", "sinks"]
+TINY = ["experiment=arena", "data.cache=cache", "device=cpu"]
+
+
+def test_arms_are_overrides_or_files() -> None:
+    arms = read_arms("causal: score=causal optimizer.lr=1e-3 | alibi | plain: ", FILES)
+    assert arms == {"causal": ["score=causal", "optimizer.lr=1e-3"], "alibi": ["arm=alibi"], "plain": []}
+
+
+def test_quotes_protect_blanks_and_bars() -> None:
+    arms = read_arms("""a: 'score.layers=[{window: 4}, {}]' | b: "data.path=x | y" seed_free=1""", FILES)
+    assert arms == {"a": ["score.layers=[{window: 4}, {}]"], "b": ["data.path=x | y", "seed_free=1"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: x=1 | | b: x=2", "an arm without a name"),
+        ("score=causal | b: x=2", "an arm without a name"),
+        ("a: x=1 | a: x=2", "names a twice"),
+        ("alibbi", r"arena\.arms=alibbi has no overrides and is not a file of conf/arm/ \(alibi, sinks\)"),
+        ("a: 'x=1", "cannot be read: No closing quotation"),
+    ],
+)
+def test_arms_that_cannot_be_read_are_named(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read_arms(text, FILES)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"baseline": "flex"}, "arena.baseline=flex is not an arm; choose one of a, b."),
+        ({"seeds": 1}, "arena.seeds=1 shows no spread between seeds; use 2 or more."),
+        ({"margin": 0.0}, "arena.margin=0 must lie above 0"),
+        ({"margin": float("nan")}, "arena.margin=nan must lie above 0"),
+        ({"margin": 5.0}, "arena.margin=5 must lie above 0 and below 1"),
+        ({"looks": 0}, "arena.looks=0 must be at least 1."),
+        ({"lr": [1.0, -2.0]}, "arena.lr=[1.0, -2.0] must hold factors above 0"),
+        ({"lr": [1.0, 1.0]}, "arena.lr=[1.0, 1.0] has a factor twice."),
+        ({"lr_seeds": 0}, "arena.lr_seeds=0 must be at least 1"),
+        ({"first_seed": -1}, "arena.first_seed=-1 must lie between 0 and"),
+    ],
+)
+def test_options_that_decide_nothing_are_refused(change: dict, sentence: str) -> None:
+    assert list(arena_mistakes(ArenaConfig(), ["a", "b"])) == []
+    (said,) = arena_mistakes(replace(ArenaConfig(), **change), ["a", "b"])
+    assert said.startswith(sentence)
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        prepare([*TINY, *overrides])
+    return str(error.value)
+
+
+def test_the_arms_of_the_experiment_and_of_the_command_line_are_accepted() -> None:
+    prepare(TINY)
+    arguments = prepare([*TINY, "arena.arms=causal: score=causal | alibi: score=alibi optimizer.lr=1e-3"])
+    assert arguments[-1] == 'arena.arms="causal: score=causal | alibi: score=alibi optimizer.lr=1e-3"'
+
+
+def test_a_window_as_long_as_the_row_is_another_configuration() -> None:
+    prepare([*TINY, "arena.arms=causal: score=causal | window: score=window score.window=128"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["arena.arms=a: score=causal | b: score=causal seq_len=128"], "arms a and b are the same configuration"),
+        (["arena.arms=a: score=causal"], "arena.arms has 1 arm, and a comparison takes two or more"),
+        (
+            ["arena.arms=a: score=causal | b: score=alibi data.tokenizer=gpt2"],
+            "arm b has data.tokenizer=gpt2 and arm a",
+        ),
+        (["arena.arms=a: score=causal | b: seq_len=64"], "arm b has seq_len=64 and arm a has seq_len=128"),
+        (["arena.arms=a: score=causal | b: score=alibbi"], "arm b: score=alibbi is not known"),
+        (["arena.arms=a: score=causal | b: model.n_heads=3"], "arm b: model.n_embd=128 is not a multiple"),
+        (["arena.arms=a: score=causal | b: nonsense=3"], "arm b: nonsense=3 overrides nothing"),
+        (["arena.arms=a: score=causal | b: seed=3"], "arm b: seed=3 is set by the plan of the sweep; leave it out"),
+        (["arena.arms=a: score=causal | b: resume=auto"], "arm b: resume=auto is set by the plan of the sweep"),
+        (["arena.arms=a | b"], "arena.arms=a has no overrides and is not a file of conf/arm/"),
+        (["seq_len=0"], "seq_len=0 must be at least 1."),
+        (["arena.lr=fast"], "arena.lr=fast is not a list of numbers, such as [0.5,1,2]."),
+        (["arena.margin=0"], "arena.margin=0 must lie above 0"),
+        (["arena.seeds=1"], "arena.seeds=1 shows no spread"),
+        (["seed=3"], "an arena pairs its runs by seed; instead of seed="),
+        (["optimizer.lr=1e-3,1e-2"], "optimizer.lr=1e-3,1e-2 is more than one value"),
+    ],
+)
+def test_an_arena_that_cannot_decide_is_refused_before_it_runs(overrides: list[str], sentence: str) -> None:
+    assert sentence in refused(*overrides)
+
+
+def test_a_mistake_of_all_arms_is_reported_once() -> None:
+    assert refused("model.n_heads=3").count("model.n_embd=128 is not a multiple") == 1
+    assert "arm" not in refused("model.n_heads=3")
+
+
+def test_options_of_an_arena_need_the_experiment() -> None:
+    with pytest.raises(ConfigError, match=r"arena\.\* has no effect .* add experiment=arena"):
+        prepare(["arena.seeds=3", "device=cpu"])

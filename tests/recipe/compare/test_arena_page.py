@@ -1,0 +1,205 @@
+"""The pages of an arena's report."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from compare import main
+from recipe.compare.arena.page import write_arena_report
+from recipe.compare.arena.plan import read_plan
+from recipe.compare.arena.results import Arena, compare_arms
+from recipe.compare.arena.text import arena_answer, departures, go_on, lr_warnings
+from recipe.compare.page import Report
+from recipe.compare.runs import find_runs
+from recipe.errors import UserError
+from tests.recipe.compare.synthetic_arena import write_arena
+from tests.recipe.compare.test_arena_results import DIVERGED
+from tests.recipe.compare.test_page import needs_browser, open_in_browser
+
+EFFECTS = {"causal": 0.0, "alibi": -0.1, "window": 0.05, "sinks": 1e-5, "odd <b>&|*arm*": 0.011}
+
+
+def report_of(folder: Path) -> Report:
+    plan = read_plan(folder)
+    assert plan is not None
+    return write_arena_report(find_runs([folder]), plan, folder, folder / "report")
+
+
+def arena_of(folder: Path) -> Arena:
+    plan = read_plan(folder)
+    assert plan is not None
+    return compare_arms(plan, find_runs([folder]).runs)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every verdict, a diverged seed, a slow arm that wins, learning rates, and a command to go on."""
+    folder = tmp_path_factory.mktemp("multirun") / "10-00-00"
+    return write_arena(
+        folder,
+        EFFECTS,
+        looks=2,
+        rates={0.001: 0.1, 0.003: 0.0, 0.006: 0.1},
+        step_ms={"alibi": 80.0},
+        changes={("odd <b>&|*arm*", 2): DIVERGED},
+        arguments=("experiment=arena", "arena.seeds=6", 'arena.arms="a b | c"'),
+    )
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> Report:
+    return report_of(folder)
+
+
+def test_the_headline_and_a_sentence_for_each_arm_give_the_answer(report: Report) -> None:
+    assert report.headline == (
+        "alibi is better than causal; window is worse; sinks is equivalent; odd <b>&|*arm* is undecided (6 seeds)"
+    )
+    said = dict(report.sections[0].answer.bullets)
+    assert said["alibi"].startswith("Better: its loss is 0.")
+    assert "It wins at equal tokens, but at equal time it is worse" in said["alibi"]
+    assert said["window"].startswith("Worse: its loss is 0.")
+    assert said["sinks"].startswith("Equivalent: its loss differs by ")
+    assert "inside the margin of 0.5 %" in said["sinks"]
+    assert "odd <b>&|*arm* diverged with seed 2, which counts as an infinite loss." in said["odd <b>&|*arm*"]
+
+
+def test_the_files_are_complete(folder: Path, report: Report) -> None:
+    out = folder / "report"
+    assert {path.name for path in out.iterdir()} == {
+        "index.html",
+        "report.md",
+        "runs.csv",
+        "verdicts.csv",
+        "arena.json",
+        "figures",
+    }
+    names = {path.stem for path in (out / "figures").glob("*.png")}
+    assert names == {
+        f"{name}{dark}"
+        for name in ("forest", "difference", "loss", "lr-sweep", "recall-mqar", "position-loss", "costs")
+        for dark in ("", "-dark")
+    }
+    page = (out / "index.html").read_text()
+    assert "<b>&|" not in page.replace("&lt;b&gt;&amp;|", "")
+    results = json.loads((out / "arena.json").read_text())
+    assert {arm: found["verdict"] for arm, found in results["arms"].items()} == {
+        "alibi": "better",
+        "window": "worse",
+        "sinks": "equivalent",
+        "odd <b>&|*arm*": "undecided",
+    }
+    assert results["arms"]["odd <b>&|*arm*"]["diverged"] == [2]
+    assert results["arms"]["odd <b>&|*arm*"]["differences"]["2"] == "inf"
+
+
+def test_markdown_has_the_same_answer(folder: Path, report: Report) -> None:
+    text = (folder / "report" / "report.md").read_text()
+    assert text.startswith("# alibi is better than causal;")
+    assert "![Difference from causal](figures/forest.png)" in text
+    assert "## The plan" not in text.split("### The plan")[0]
+
+
+def test_probes_are_columns_with_paired_differences(report: Report) -> None:
+    (table,) = (table for table in report.sections[0].tables if table.name == "probes")
+    rows = {(probe, arm): (mean, apart) for probe, arm, mean, apart in table.rows}
+    assert rows["mqar", "causal"][1] == "-"
+    mean, half = (float(number) for number in rows["mqar", "alibi"][1].split(" ± "))
+    assert mean == pytest.approx(0.1018 / 10, abs=2e-4)  # a tenth of the difference in loss, the other way round
+    assert half == pytest.approx(0.0070 / 10, abs=1e-4)
+    assert rows["mqar_x2", "window"] == ("0.25", "+0.0000 ± 0.0000")
+
+
+def test_an_undecided_arm_comes_with_the_command_that_adds_its_seeds(tmp_path: Path) -> None:
+    arguments = ("experiment=arena", "arena.seeds=6", 'arena.arms="base | near: x=1"', "hydra.sweep.dir=old")
+    folder = write_arena(tmp_path / "s", {"base": 0.0, "near": -0.011}, deviation=0.012, looks=2, arguments=arguments)
+    arena = arena_of(folder)
+    title, command = go_on(arena, folder) or ("", "")
+    more = int(title.split()[1])
+    assert f"{more} more seeds would find 0.5 % with a power of 90 %." in arena_answer(arena).bullets[0][1]
+    assert command == (
+        f"python train.py experiment=arena 'arena.arms=\"base | near: x=1\"' arena.seeds={6 + more} "
+        f"hydra.sweep.dir={folder}"
+    )
+
+
+def test_when_the_looks_are_used_up_the_way_on_is_other_seeds(tmp_path: Path) -> None:
+    folder = write_arena(tmp_path / "s", {"base": 0.0, "near": -0.011}, deviation=0.012, looks=1)
+    title, command = go_on(arena_of(folder), folder) or ("", "")
+    assert title.startswith("The planned looks are used up; start anew with")
+    assert "arena.first_seed=7 arena.looks=1" in command
+    assert "hydra.sweep.dir" not in command
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"looked": (3, 5, 6), "looks": 2}, "Seeds were added 2 times, and the plan had 2 looks"),
+        ({"changes": {("arm", 2): None}}, "1 of 12 planned runs have no folder (3)."),
+        (
+            {"changes": {("arm", 2): {"status": "failed", "message": "Full."}}},
+            "run 3 (arm) has no result (failed: Full).",
+        ),
+        ({"changes": {("arm", 2): {"git": {"commit": "fedcba98"}}}}, "there are runs of fedcba9."),
+        ({"changes": {("arm", 2): {"git": {"changes": "1a2b3c4d"}}}}, "changes have the digests 1a2b3c4d and none."),
+        ({"rates": {0.001: 0.1, 0.003: 0.0}}, "The best learning rate of base and arm is the highest that was tried"),
+    ],
+)
+def test_departures_from_the_plan_are_noted(tmp_path: Path, options: dict, note: str) -> None:
+    arena = arena_of(write_arena(tmp_path / "s", {"base": 0.0, "arm": -0.1}, **options))
+    notes = [*lr_warnings(arena), *departures(arena)]
+    assert any(note in said for said in notes), notes
+
+
+def test_a_run_with_other_settings_than_its_arm_is_a_departure(tmp_path: Path) -> None:
+    folder = write_arena(tmp_path / "s", {"base": 0.0, "arm": -0.1})
+    path = folder / "3" / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["config"]["training"]["steps"] = 900
+    summary["config"]["seed"] = 17
+    path.write_text(json.dumps(summary))
+    notes = departures(arena_of(folder))
+    assert "run 3 has seed=17; the plan says 2." in notes
+    assert "The runs of arm are not all the same configuration: they differ in training.steps." in notes
+
+
+def test_compare_recognises_an_arena_and_keeps_it_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_arena(tmp_path / "s", {"base": 0.0, "arm": -0.1, "near": -0.011}, deviation=0.012, looks=2)
+    main([str(folder)])
+    printed = capsys.readouterr().out
+    assert "arm is better than base; near is undecided (6 seeds)." in printed
+    (command,) = [line for line in printed.splitlines() if line.startswith("  python train.py")]
+    assert f"\n    {command.strip()}\n" in (folder / "report" / "report.md").read_text()
+    other = write_arena(tmp_path / "t", {"base": 0.0, "arm": -0.1})
+    with pytest.raises(UserError, match="give it alone"):
+        main([str(folder), str(other)])
+    (other / "arena.json").write_text('{"format": 7}')
+    with pytest.raises(UserError, match=r"^.*has format 7.*$"):
+        main([str(other)])
+
+
+@pytest.mark.slow
+def test_a_report_of_400_runs_takes_seconds(tmp_path: Path) -> None:
+    effects = {f"arm-{n}": -0.01 * n for n in range(8)}
+    folder = write_arena(tmp_path / "s", effects, seeds=47, rates={0.001: 0.1, 0.003: 0.0, 0.006: 0.2})
+    assert len(list(folder.glob("*/summary.json"))) == 400
+    start = time.process_time()  # which other programs do not lengthen
+    report_of(folder)
+    assert time.process_time() - start < 20
+
+
+@needs_browser
+def test_the_first_screen_is_the_answer_on_a_phone_and_on_a_desk(folder: Path, report: Report, tmp_path: Path) -> None:
+    measured, console = open_in_browser((folder / "report" / "index.html").read_text(), tmp_path)
+    assert console == []
+    for frame, height in zip(measured, (844, 800), strict=True):  # of a phone's and of a laptop's screen
+        assert frame["headline"] == report.headline
+        assert frame["first"] <= height, "the forest plot ends below the first screen"
+        assert len(frame["figures"]) == 1 + len(report.sections[0].drawings)
+        assert frame["scrollWidth"] <= frame["width"], "the page scrolls sideways"
+        assert frame["smallest"] >= 8, "labels are too small to read"
+        assert frame["outside"] == [], "labels are cut off"

@@ -1,0 +1,119 @@
+"""The plan: written before the first run, and only added to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.compare.arena.config import FIRST_LR_SEED, ArenaConfig
+from recipe.compare.arena.plan import (
+    FILE,
+    Look,
+    Plan,
+    PlanError,
+    continued,
+    new_plan,
+    newest_like,
+    read_plan,
+    write_plan,
+)
+
+ARMS = {"causal": ["score=causal"], "alibi": ["score=alibi"], "cap": ["score.soft_cap=30"]}
+
+
+def plan(**options) -> Plan:
+    settings: dict[str, Any] = {"seeds": 3, "lr": [2.0, 0.5, 1.0]} | options
+    config = ArenaConfig(**settings)
+    return new_plan(config, ARMS, ["experiment=arena"], ["experiment=arena"], dict.fromkeys(ARMS, 0.003), "abc")
+
+
+def test_a_plan_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    wanted = replace(plan(), chosen={"causal": 0.006, "alibi": 0.003, "cap": 0.0015})
+    write_plan(wanted, tmp_path)
+    assert read_plan(tmp_path) == wanted
+    assert read_plan(tmp_path / "elsewhere") is None
+
+
+def test_every_arm_tries_every_rate_on_seeds_that_no_verdict_uses() -> None:
+    runs = plan(lr_seeds=2).lr_runs()
+    tried = {(run.arm, run.lr, run.seed) for run in runs}
+    assert tried == {
+        (arm, lr, seed) for arm in ARMS for lr in (0.0015, 0.003, 0.006) for seed in (FIRST_LR_SEED, FIRST_LR_SEED + 1)
+    }
+    assert not {run.seed for run in runs} & {run.seed for run in plan(lr_seeds=2).seed_runs()}
+
+
+def test_seeds_that_are_added_leave_every_number_as_it_was() -> None:
+    few = plan()
+    many = replace(few, looks=[*few.looks, Look(5, "later")])
+    assert many.seed_runs()[: len(few.seed_runs())] == few.seed_runs()
+    numbers = [run.number for run in [*many.lr_runs(), *many.seed_runs()]]
+    assert numbers == list(range(3 * 3 * 2 + 3 * 5))
+
+
+def test_whole_pairs_come_first() -> None:
+    seeds = [run.seed for run in plan().seed_runs()]
+    assert seeds == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_one_factor_is_taken_without_a_try_and_none_leaves_the_rate_alone() -> None:
+    doubled, own = plan(lr=[2.0]), plan(lr=[])
+    assert doubled.lr_runs() == own.lr_runs() == []
+    assert {run.lr for run in doubled.seed_runs()} == {0.006}
+    assert {run.lr for run in own.seed_runs()} == {None}
+
+
+def test_more_seeds_are_a_look_and_the_same_seeds_are_none() -> None:
+    first = plan()
+    assert continued(first, plan(), Path("x")) == first
+    added = continued(first, plan(seeds=7), Path("x"))
+    assert [look.seeds for look in added.looks] == [3, 7]
+    assert added.looks[0] == first.looks[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"seeds": 2}, r"arena\.seeds=2 is fewer than the 3"),
+        ({"margin": 0.01}, r"its arena\.margin is 0\.005 instead of 0\.01"),
+        ({"looks": 1}, r"its arena\.looks is 2 instead of 1"),
+        ({"baseline": "alibi"}, r"its arena\.baseline is causal instead of alibi"),
+        ({"lr": [1.0]}, "its list of learning rates is"),
+    ],
+)
+def test_a_plan_is_not_changed_afterwards(options: dict, sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        continued(plan(), plan(**options), Path("x"))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"format": 99}, "has format 99, and this version of the project reads format 1"),
+        ({"arms": {"causal": "score=causal"}}, r"is damaged \(arms\)"),
+        ({"looks": []}, r"is damaged \(looks\)"),
+        ({"margin": "wide"}, r"is damaged \(margin\)"),
+        ({"baseline": "other"}, r"is damaged \(arms\)"),
+    ],
+)
+def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path, change: dict, sentence: str) -> None:
+    write_plan(plan(), tmp_path)
+    content = json.loads((tmp_path / FILE).read_text()) | change
+    (tmp_path / FILE).write_text(json.dumps(content))
+    with pytest.raises(PlanError, match=sentence):
+        read_plan(tmp_path)
+    (tmp_path / FILE).write_text("{")
+    with pytest.raises(PlanError, match="is not JSON"):
+        read_plan(tmp_path)
+
+
+def test_the_newest_sweep_of_the_same_plan_is_the_one_to_go_on_with(tmp_path: Path) -> None:
+    fresh = tmp_path / "2026-11-23" / "12-00-00"
+    assert newest_like(plan(), fresh) is None
+    for name, found in (("10-00-00", plan()), ("11-00-00", plan(margin=0.01))):
+        write_plan(found, tmp_path / "2026-11-23" / name)
+    assert newest_like(plan(seeds=5), fresh) == tmp_path / "2026-11-23" / "10-00-00"

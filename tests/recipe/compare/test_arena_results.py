@@ -1,0 +1,162 @@
+"""The results of an arena's runs: differences, verdicts, and readings at equal cost."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from recipe.compare.arena.plan import read_plan
+from recipe.compare.arena.race import race
+from recipe.compare.arena.results import Arena, Comparison, compare_arms
+from recipe.compare.arena.statistics import Verdict
+from recipe.compare.arena.tables import verdict_table
+from recipe.compare.arena.text import arena_answer
+from recipe.compare.runs import find_runs
+from tests.recipe.compare.synthetic_arena import losses_of, write_arena
+
+DIVERGED = {"status": "failed", "non_finite_step": 40, "val_loss": "nan"}
+
+
+def read(folder: Path) -> Arena:
+    plan = read_plan(folder)
+    assert plan is not None
+    return compare_arms(plan, find_runs([folder]).runs)
+
+
+def verdicts(arena: Arena) -> dict[str, Verdict]:
+    return {found.arm.name: found.verdict for found in arena.comparisons}
+
+
+def of(arena: Arena, arm: str) -> Comparison:
+    return next(found for found in arena.comparisons if found.arm.name == arm)
+
+
+def test_the_four_verdicts(tmp_path: Path) -> None:
+    arena = read(write_arena(tmp_path / "a", {"base": 0.0, "low": -0.1, "high": 0.1, "same": 1e-5}))
+    assert verdicts(arena) == {"low": Verdict.better, "high": Verdict.worse, "same": Verdict.equivalent}
+    noisy = read(write_arena(tmp_path / "b", {"base": 0.0, "near": -0.009}, deviation=0.012))
+    assert verdicts(noisy) == {"near": Verdict.undecided}
+
+
+def test_the_interval_is_scipys_paired_t_interval_of_the_final_losses(tmp_path: Path) -> None:
+    arena = read(write_arena(tmp_path, {"base": 0.0, "low": -0.1}, seeds=5))
+    ours, theirs = (
+        [losses_of(seed, effect, 0.004, arm) for seed in range(1, 6)] for arm, effect in (("low", -0.1), ("base", 0.0))
+    )
+    expected = stats.ttest_rel(ours, theirs)
+    found = of(arena, "low")
+    assert found.p == pytest.approx(expected.pvalue)
+    interval = expected.confidence_interval(0.95)
+    assert found.interval == pytest.approx((interval.low, interval.high))
+    assert found.share == pytest.approx(np.mean(np.subtract(ours, theirs)) / np.mean(theirs))
+
+
+def test_a_loss_near_zero_has_no_percentages(tmp_path: Path) -> None:
+    arena = read(write_arena(tmp_path, {"base": -2.4, "high": -0.5}, seeds=3))
+    assert of(arena, "high").share is None
+    sentence = dict(arena_answer(arena).bullets)["high"]
+    verdicts_of = verdict_table(arena)
+    cell = verdicts_of.rows[1][verdicts_of.columns.index("difference")]
+    assert "higher (95 % interval" in sentence
+    assert "%" not in cell
+
+
+def test_pairing_removes_what_the_arms_of_a_seed_share(tmp_path: Path) -> None:
+    found = of(read(write_arena(tmp_path, {"base": 0.0, "low": -0.02}, deviation=0.001)), "low")
+    assert found.verdict is Verdict.better
+    unpaired = stats.ttest_ind(list(found.arm.losses.values()), list(found.baseline.losses.values()))
+    assert unpaired.pvalue > 0.05
+
+
+def test_arms_that_are_equal_to_the_bit_are_equivalent(tmp_path: Path) -> None:
+    found = of(read(write_arena(tmp_path, {"base": 0.0, "same": 0.0}, deviation=0.0)), "same")
+    assert (found.verdict, found.interval, found.p) == (Verdict.equivalent, (0.0, 0.0), 1.0)
+
+
+def test_several_arms_and_planned_looks_make_the_intervals_wider(tmp_path: Path) -> None:
+    one = of(read(write_arena(tmp_path / "one", {"base": 0.0, "low": -0.1})), "low")
+    looks = of(read(write_arena(tmp_path / "looks", {"base": 0.0, "low": -0.1}, looks=2)), "low")
+    three = read(write_arena(tmp_path / "three", {"base": 0.0, "low": -0.1, "b": 0.003, "c": 0.004}))
+    assert one.level == 0.05
+    assert looks.level == 0.025
+    assert of(three, "low").level == pytest.approx(0.05 / 3)
+
+
+def test_a_seed_that_diverged_counts_and_is_never_equivalent(tmp_path: Path) -> None:
+    arena = read(write_arena(tmp_path, {"base": 0.0, "arm": 1e-5}, changes={("arm", 2): DIVERGED}))
+    found = of(arena, "arm")
+    assert found.diverged == [2]
+    assert found.arm.diverged == [2]
+    assert math.isinf(found.differences[2])
+    assert found.verdict is Verdict.undecided
+
+
+def test_an_arm_that_always_diverges_is_worse(tmp_path: Path) -> None:
+    changes = {("arm", seed): DIVERGED for seed in range(1, 7)}
+    found = of(read(write_arena(tmp_path, {"base": 0.0, "arm": -0.1}, changes=changes)), "arm")
+    assert (found.verdict, found.test) == (Verdict.worse, None)
+
+
+def test_seeds_in_which_both_diverged_tell_nothing(tmp_path: Path) -> None:
+    changes = {(arm, 1): DIVERGED for arm in ("base", "arm")}
+    found = of(read(write_arena(tmp_path, {"base": 0.0, "arm": 0.1}, changes=changes)), "arm")
+    assert found.differences[1] == 0.0
+
+
+@pytest.mark.parametrize("change", [None, {"status": "failed", "message": "the disk is full."}])
+def test_there_is_no_verdict_before_every_planned_run_has_a_result(tmp_path: Path, change: dict | None) -> None:
+    found = of(read(write_arena(tmp_path, {"base": 0.0, "low": -0.1}, changes={("low", 3): change})), "low")
+    assert (found.verdict, found.missing) == (Verdict.undecided, (3,))
+
+
+def test_the_seeds_that_are_suggested_decide(tmp_path: Path) -> None:
+    """The same arm once more with that many seeds has a verdict."""
+    effects = {"base": 0.0, "near": -0.009}
+    few = of(read(write_arena(tmp_path / "few", effects, deviation=0.012)), "near")
+    assert few.verdict is Verdict.undecided
+    assert few.more is not None
+    many = of(read(write_arena(tmp_path / "many", effects, deviation=0.012, seeds=6 + few.more)), "near")
+    assert many.verdict is not Verdict.undecided
+
+
+def test_at_equal_time_the_slower_arm_is_read_where_the_faster_one_ends(tmp_path: Path) -> None:
+    """Losses fall by a nat over the run: an arm half as fast is half a nat behind, less its effect."""
+    folder = write_arena(tmp_path, {"base": 0.0, "slow": -0.1}, deviation=0.0, step_ms={"slow": 100.0})
+    found = of(read(folder), "slow")
+    assert found.verdict is Verdict.better
+    assert found.time is not None
+    assert found.time.mean == pytest.approx(0.5 - 0.1)
+    assert found.time.sign == 1
+    assert found.flops is not None
+    assert found.flops.mean == pytest.approx(-0.1)
+
+
+def test_at_equal_operations_a_cheap_arm_may_win(tmp_path: Path) -> None:
+    folder = write_arena(tmp_path, {"base": 0.0, "window": 0.05}, deviation=0.0, flops={"window": 8e5})
+    found = of(read(folder), "window")
+    assert found.verdict is Verdict.worse
+    assert found.flops is not None
+    assert found.flops.mean == pytest.approx(0.05 - 0.2)
+
+
+def test_the_race_ends_where_an_arm_reaches_the_baselines_final_loss(tmp_path: Path) -> None:
+    """Losses fall by a nat over 300 steps: an arm that is 0.1 nats better is there after 270 of them."""
+    effects, slow = {"base": 0.0, "low": -0.1, "high": 0.1}, {"low": 100.0}
+    arena = read(write_arena(tmp_path, effects, deviation=0.0, step_ms=slow, seeds=2))
+    found = race(arena.arms["low"], arena.baseline)
+    assert found is not None
+    assert (found.reached, found.tokens, found.seconds) == (2, pytest.approx(270 * 1024), pytest.approx(27))
+    assert found.less == pytest.approx((300 / 270, 300 * 50 / (270 * 100)))
+    assert race(arena.baseline, arena.baseline) == (2, pytest.approx(300 * 1024), pytest.approx(15), (1, 1))
+    assert race(arena.arms["high"], arena.baseline) is None
+
+
+def test_the_edge_of_the_learning_rates_is_noticed(tmp_path: Path) -> None:
+    inner = read(write_arena(tmp_path / "a", {"base": 0.0, "b": 0.1}, rates={0.001: 0.1, 0.002: 0.0, 0.004: 0.2}))
+    outer = read(write_arena(tmp_path / "b", {"base": 0.0, "b": 0.1}, rates={0.001: 0.1, 0.002: 0.05, 0.004: 0.0}))
+    assert [inner.baseline.lr_at_edge, outer.baseline.lr_at_edge] == [False, True]
+    assert [tried.mean for tried in inner.baseline.tried] == pytest.approx([2.6, 2.5, 2.7])

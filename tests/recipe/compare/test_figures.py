@@ -1,0 +1,149 @@
+"""The content of the figures, read from their axes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from recipe.compare.drawing import _RC, WIDTH, Chart, legend_columns, scheme, styles
+from recipe.compare.figures import charts
+from recipe.compare.parity import judge
+from recipe.compare.runs import find_runs
+from recipe.compare.sweeps import sweeps_of
+from tests.recipe.compare.synthetic import write_run
+
+PALETTE = scheme(dark=False)
+
+
+def charts_of(folder: Path) -> dict[str, Chart]:
+    (sweep,) = sweeps_of(find_runs([folder]).runs)
+    return {chart.name: chart for chart in charts(sweep, judge(sweep.cells))}
+
+
+@pytest.fixture
+def figure() -> Iterator[Figure]:
+    """An empty figure with the report's width and fonts."""
+    with mpl.rc_context(_RC):
+        figure = Figure(figsize=(WIDTH, 3), layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+
+
+def write_memory(folder: Path, fits: dict[str, int]) -> None:
+    """Runs from 1k to 64k tokens, up to the length that fits: 2 GiB, and 1 GiB at 1k that grows as T^2 or T."""
+    for attention, longest in fits.items():
+        for seq_len in (1024, 2048, 4096, 8192, 16384, 32768, 65536):
+            growing = (seq_len / 1024) ** 2 if attention == "naive" else seq_len / 1024
+            ended: dict[str, Any] = {"status": "out_of_memory", "stop": 0} if seq_len > longest else {}
+            run = folder / f"{attention}-{seq_len}"
+            write_run(run, attention, steps=10, seq_len=seq_len, batch_size=1, peak_gib=2 + growing, **ended)
+            if seq_len > longest:
+                break
+
+
+def test_a_prediction_ends_where_its_implementation_ran_out_of_memory(tmp_path: Path, figure: Figure) -> None:
+    write_memory(tmp_path, {"naive": 16384, "flash": 32768})
+    charts_of(tmp_path)["memory"].draw(figure, PALETTE)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    assert [float(np.max(line.get_xdata())) for line in axes.lines if line.get_linestyle() == "--"] == [32768, 65536]
+    words = [text.get_window_extent() for text in axes.texts if "out of memory" in text.get_text()]
+    assert len(words) == 2
+    for line in axes.lines:
+        drawn = axes.transData.transform(line.get_xydata())
+        assert all(y < min(word.y0 for word in words) for _, y in drawn), "a line runs into the words"
+
+
+def test_a_prediction_does_not_stretch_the_axis_beyond_ten_times_what_was_measured(
+    tmp_path: Path, figure: Figure
+) -> None:
+    """naive was stopped at 4k, and would take 4,098 GiB at 64k."""
+    write_memory(tmp_path, {"naive": 65536, "flash": 65536})
+    for seq_len in (8192, 16384, 32768, 65536):
+        run = tmp_path / f"naive-{seq_len}"
+        (run / "summary.json").unlink()
+        (run / "metrics.jsonl").write_text("")
+    charts_of(tmp_path)["memory"].draw(figure, PALETTE)
+    assert figure.axes[0].get_ylim()[1] < 2 * 10 * (2 + 64)
+
+
+def test_a_single_check_has_a_single_tick(tmp_path: Path, figure: Figure) -> None:
+    write_run(tmp_path / "flash", "flash", steps=1, probe_every=1)
+    charts_of(tmp_path)["probe"].draw(figure, PALETTE)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    low, high = axes.get_xlim()
+    shown = [tick.label1.get_text() for tick in axes.xaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+    assert shown == ["1"]
+
+
+def test_the_distance_is_drawn_beside_the_spread_between_seeds_and_the_rounding(tmp_path: Path, figure: Figure) -> None:
+    for seed in (1, 2):
+        for attention in ("naive", "flash"):
+            write_run(tmp_path / f"{attention}-{seed}", attention, seed, precision="fp32")
+    charts_of(tmp_path)["difference"].draw(figure, PALETTE)
+    (axes,) = figure.axes
+    assert axes.get_yscale() == "log"
+    lines = {str(line.get_label()): np.nanmax(line.get_ydata()) for line in axes.lines}
+    assert lines["flash"] < lines["rounding"] < lines["spread between seeds"]
+    assert min(line.get_linewidth() for line in axes.lines if line.get_label() == "flash") > 1.5
+
+
+def test_runs_of_a_sweep_lie_over_one_another(tmp_path: Path, figure: Figure) -> None:
+    for lr in (1e-3, 3e-3, 1e-2):
+        write_run(tmp_path / str(lr), steps=50, overrides={"optimizer.lr": lr})
+    found = charts_of(tmp_path)
+    assert set(found) == {"loss", "throughput"}
+    found["loss"].draw(figure, PALETTE)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["lr=0.001", "lr=0.003", "lr=0.01"]
+
+
+def test_the_caption_promises_validation_only_where_there_was_one(tmp_path: Path) -> None:
+    write_run(tmp_path / "validated" / "naive", steps=100)
+    write_run(tmp_path / "not" / "naive", steps=20)
+    metrics = tmp_path / "not" / "naive" / "metrics.jsonl"
+    metrics.write_text(
+        "".join(line for line in metrics.open() if "val/loss" not in line) + '{"step": 5, "train/loss": 3}\n'
+    )
+    captions = [charts_of(tmp_path / name)["loss"].caption for name in ("validated", "not")]
+    assert ["validation" in caption for caption in captions] == [True, False]
+
+
+def test_no_two_labels_look_the_same() -> None:
+    labels = ["naive", "tiled 16x16", "tiled 32x32", "tiled 64x64", "flash", "lr=1", "lr=2", "lr=3"]
+    looks = [(style.colour, style.line) for style in styles(labels, PALETTE).values()]
+    assert len(set(looks)) == len(labels)
+    assert looks[0][0] == PALETTE["naive"]
+
+
+def test_long_labels_get_a_row_each() -> None:
+    assert legend_columns(["a", "b"]) == 2
+    assert legend_columns(["a" * 60, "b" * 60]) == 1
+
+
+def test_runs_that_logged_a_single_loss_have_no_curve(tmp_path: Path) -> None:
+    for n in range(2):
+        write_run(tmp_path / str(n), seed=n, status="failed", stop=1, steps=20, probe_every=0)
+    assert all(len(run.series("train/loss").steps) == 1 for run in find_runs([tmp_path]).runs)
+    assert charts_of(tmp_path) == {}
+
+
+def test_ticks_of_losses_that_hardly_differ_have_different_labels(tmp_path: Path, figure: Figure) -> None:
+    write_run(tmp_path / "a", steps=40)
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    flat = [line | ({"train/loss": 5.5 + 1e-3 * n} if "train/loss" in line else {}) for n, line in enumerate(lines)]
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in flat))
+    charts_of(tmp_path)["loss"].draw(figure, PALETTE)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    ticks = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(ticks) == len(set(ticks)) > 2

@@ -1,0 +1,290 @@
+"""Sweeps whose jobs are processes: what runs, what is skipped, and how failures and signals end.
+
+In train.py's place the jobs run a script of a few lines that ends as its overrides say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from omegaconf import OmegaConf
+
+from attention import Ablation
+from recipe.compare.queue.jobs import Job, SweepError, distinct_overrides, recorded_overrides
+from recipe.compare.queue.launcher import ProcessLauncher, chosen_devices
+from recipe.run.run_folder import StillRunning
+
+JOB = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+overrides = dict(argument.split("=", 1) for argument in sys.argv[1:])
+folder = Path(overrides["hydra.run.dir"].strip("'"))
+(folder / ".hydra").mkdir(parents=True, exist_ok=True)
+recorded = [argument for argument in sys.argv[1:] if not argument.startswith("hydra.")]
+(folder / ".hydra" / "overrides.yaml").write_text(json.dumps(recorded))
+with (folder / "calls").open("a") as calls:
+    seen = {"gpu": os.environ.get("CUDA_VISIBLE_DEVICES"), "threads": os.environ.get("OMP_NUM_THREADS")}
+    calls.write(json.dumps({"argv": sys.argv[1:], **seen}) + "\\n")
+
+def end(status, message=None, code=0, **more):
+    (folder / "summary.json").write_text(json.dumps({"status": status, "message": message, "val_loss": 2.5, **more}))
+    if message:
+        print("error:", message)
+    sys.exit(code)
+
+kind = overrides["kind"]
+if kind == "completes":
+    end("completed")
+if kind == "fails":
+    end("failed", "optimizer.lr=9 is too high.", 1)
+if kind == "misconfigured":
+    print("error: seq_len=abc is not a whole number.")
+    sys.exit(1)
+if kind == "breaks":
+    end("failed", "Step 3 was not finite.", 1, non_finite_step=3)
+if kind == "large" and int(overrides["seq_len"]) >= 512:
+    end("out_of_memory", "It does not fit.", 1)
+if kind == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if kind == "meets":  # both jobs at once, or none ends well
+    (folder.parent / f"here{overrides['seed']}").touch()
+    for _ in range(500):
+        if len(list(folder.parent.glob("here*"))) == 2:
+            end("completed")
+        time.sleep(0.01)
+    end("failed", "Nobody came.", 1)
+if kind == "waits":
+    (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 3.0}\\n')
+    signal.signal(signal.SIGINT, lambda number, frame: end("interrupted", code=130))
+    (folder / "ready").touch()
+    time.sleep(60)
+end("completed")
+"""
+
+
+@pytest.fixture
+def sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
+    """sweep(jobs, **options): launch the jobs of a sweep into `multirun/2026-11-20/<name>`."""
+    script = here / "train.py"
+    script.write_text(JOB)
+
+    def run(jobs: Sequence[str], name: str = "10-00-00", devices: list[str | None] | None = None) -> list:
+        monkeypatch.setattr(sys, "argv", ["train.py", "-m", "experiment=wall"])
+        folder = here / "multirun" / "2026-11-20" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "multirun.yaml").touch()  # as Hydra's sweeper has done by then
+        config = OmegaConf.create(
+            {
+                "hydra": {
+                    "sweep": {"dir": f"multirun/2026-11-20/{name}", "subdir": "???"},
+                    "job": {"num": 0, "id": "0"},
+                    "overrides": {"hydra": ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", "hydra.verbose=true"]},
+                    "runtime": {"choices": {"experiment": "wall"}},
+                },
+                "tracking": {"group": None},
+                "training": {"steps": 10},
+                "attention": {"ablate": Ablation.none},
+                "arena": {"arm": None, "stage": None},
+                "ladder": {"depth": None},
+                "optimizer": {"lr": 0.003},
+                "seed": 1,
+            }
+        )
+
+        def compose(config, overrides: list[str]):
+            composed = config.copy()
+            composed.hydra.sweep.subdir = "${hydra.job.num}"
+            if "ablate" in overrides[0]:
+                composed.attention.ablate = Ablation.no_rescaling
+            return composed
+
+        launcher = ProcessLauncher()
+        launcher.devices, launcher.cores, launcher.seconds_between_polls = devices or [None], 6, 0.01
+        context = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=compose))
+        launcher.setup(hydra_context=context, task_function=None, config=config)
+        return list(launcher.launch([job.split() for job in jobs], initial_job_idx=0))
+
+    return run
+
+
+def calls(tmp_path: Path, job: int, name: str = "10-00-00") -> list[dict]:
+    """One entry for each start of a job, with its arguments."""
+    path = tmp_path / "multirun" / "2026-11-20" / name / str(job) / "calls"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_each_job_is_a_process_with_its_overrides_folder_and_the_sweeps_group(sweep, tmp_path):
+    results = sweep(["kind=completes seed=1", "kind=completes seed=2"])
+    assert [result.return_value for result in results] == [2.5, 2.5]
+    for number, seed in ((0, 1), (1, 2)):
+        (call,) = calls(tmp_path, number)
+        assert call["argv"] == [
+            "kind=completes",
+            f"seed={seed}",
+            "hydra.verbose=true",
+            "hydra.mode=RUN",
+            f"hydra.run.dir='multirun/2026-11-20/10-00-00/{number}'",
+            "resume=auto",
+            "tracking.group='wall-2026-11-20-10-00-00'",
+        ]
+
+
+def test_a_sweep_goes_on_after_a_failure_and_names_it_in_the_end(sweep, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        sweep(["kind=fails", "kind=misconfigured", "kind=killed", "kind=completes"])
+    assert ended.value.code == 1
+    assert len(calls(tmp_path, 3)) == 1
+    printed = capsys.readouterr().out
+    assert "error: job 0 (kind=fails): optimizer.lr=9 is too high." in printed
+    assert "error: job 1 (kind=misconfigured): seq_len=abc is not a whole number." in printed
+    assert "error: job 2 (kind=killed): it was ended by SIGKILL" in printed
+    assert "job 3" not in printed.split("error:", 1)[1]
+    assert "python compare.py multirun/2026-11-20/10-00-00\n" in printed
+
+
+def test_a_sweep_started_again_repeats_only_what_is_not_done(sweep, tmp_path, capsys):
+    jobs = ["kind=completes", "kind=fails", "kind=large seq_len=512"]
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            sweep(jobs)
+    assert [len(calls(tmp_path, job)) for job in range(3)] == [1, 1, 1]  # the failed job started from the beginning
+    assert "3 jobs, 2 of them done already" in capsys.readouterr().out
+
+
+def test_resume_auto_continues_the_newest_sweep_of_the_same_jobs(sweep, tmp_path):
+    sweep(["kind=completes seed=1"], name="10-00-00")
+    sweep(["kind=completes seed=1"], name="11-00-00")
+    sweep(["kind=completes seed=2"], name="12-00-00")
+    folders = tmp_path / "multirun" / "2026-11-20"
+    (folders / "11-00-00" / "0" / "summary.json").unlink()
+    sweep(["kind=completes seed=1 resume=auto"], name="13-00-00")
+    assert sorted(path.name for path in folders.iterdir()) == ["10-00-00", "11-00-00", "12-00-00"]
+    assert (folders / "11-00-00" / "0" / "summary.json").exists()
+    (call,) = calls(tmp_path, 0, name="11-00-00")  # nothing was saved, so it started from the beginning
+    assert call["argv"].count("resume=auto") == 1
+    assert "tracking.group='wall-2026-11-20-11-00-00'" in call["argv"]
+
+
+def test_resume_auto_without_an_earlier_sweep_starts_one(sweep, tmp_path):
+    sweep(["kind=completes seed=1 resume=auto"], name="13-00-00")
+    assert len(calls(tmp_path, 0, name="13-00-00")) == 1
+
+
+def test_a_folder_with_another_job_is_left_alone(sweep, tmp_path):
+    sweep(["kind=completes seed=1"])
+    (tmp_path / "multirun" / "2026-11-20" / "10-00-00" / "0" / "summary.json").unlink()
+    with pytest.raises(SweepError, match=r"holds the run of kind=completes seed=1, not of kind=completes seed=2"):
+        sweep(["kind=completes seed=2"])
+    assert len(calls(tmp_path, 0)) == 1
+
+
+def test_a_job_that_another_sweep_is_running_is_left_alone(sweep, tmp_path):
+    sweep(["kind=completes"])
+    folder = tmp_path / "multirun" / "2026-11-20" / "10-00-00" / "0"
+    (folder / "summary.json").unlink()
+    with FileLock(folder / ".lock"), pytest.raises(StillRunning, match="still running"):
+        sweep(["kind=completes"])
+    assert len(calls(tmp_path, 0)) == 1
+
+
+def test_out_of_memory_is_a_result_and_spares_longer_sequences(sweep, tmp_path, capsys):
+    lengths = [f"kind={kind} seq_len={n}" for kind in ("large", "small") for n in (256, 512, 1024, 2048)]
+    sweep(lengths)
+    assert [len(calls(tmp_path, job)) for job in range(8)] == [1, 1, 0, 0, 1, 1, 1, 1]
+    assert "skipped, because job 1 ran out of memory" in capsys.readouterr().out
+
+
+def test_a_loss_that_breaks_is_a_failure_unless_a_line_was_left_out(sweep):
+    with pytest.raises(SystemExit):
+        sweep(["kind=breaks"], name="10-00-00")
+    sweep(["attention.ablate=no_rescaling kind=breaks"], name="11-00-00")
+    with pytest.raises(SystemExit):
+        sweep(["attention.ablate=no_rescaling kind=fails"], name="12-00-00")
+
+
+def test_ctrl_c_ends_the_job_cleanly_and_the_sweep_with_it(sweep, tmp_path, capsys):
+    folder = tmp_path / "multirun" / "2026-11-20" / "10-00-00"
+
+    def interrupt() -> None:
+        while not (folder / "0" / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as ended:
+        sweep(["kind=waits", "kind=completes"])
+    thread.join()
+    assert ended.value.code == 130
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert json.loads((folder / "0" / "summary.json").read_text())["status"] == "interrupted"
+    assert calls(tmp_path, 1) == []
+    printed = capsys.readouterr().out
+    assert "Stopped with 2 of 2 jobs left" in printed
+    assert "python train.py -m experiment=wall hydra.sweep.dir=multirun/2026-11-20/10-00-00" in printed
+
+
+def test_several_gpus_take_a_job_each(sweep, tmp_path):
+    sweep([f"kind=completes seed={seed}" for seed in range(4)], devices=["4", "6"])
+    assert {calls(tmp_path, job)[0]["gpu"] for job in range(4)} == {"4", "6"}
+    assert calls(tmp_path, 0)[0]["gpu"] != calls(tmp_path, 1)[0]["gpu"]
+
+
+def test_jobs_on_a_cpu_run_at_once_and_share_the_cores_that_the_sweep_may_use(sweep, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    sweep([f"kind=completes seed={seed}" for seed in range(2)], devices=chosen_devices(None, jobs=3))
+    assert [calls(tmp_path, job)[0]["threads"] for job in range(2)] == ["3", "3"]
+    sweep([f"kind=meets seed={seed}" for seed in range(2)], name="11-00-00", devices=chosen_devices(None, jobs=2))
+    wrongs: list[Any] = [0, 1.5, True]
+    for wrong in wrongs:
+        with pytest.raises(SweepError, match="must be a whole number from 1 on"):
+            chosen_devices(None, jobs=wrong)
+    with pytest.raises(SweepError, match="leave it or gpus=all out"):
+        chosen_devices("all", jobs=2)
+
+
+def test_gpus_are_those_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert chosen_devices(None) == [None]
+    assert chosen_devices("all") == ["0", "1", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
+    assert chosen_devices([0, 2]) == ["5", "7"]
+    for wrong in ([3], [-1], "some", 2, []):
+        with pytest.raises(SweepError, match="must be all, or a list"):
+            chosen_devices(wrong)
+
+
+def test_jobs_are_named_by_what_distinguishes_them_and_equal_ones_are_counted():
+    def named(*jobs: str) -> list[str]:
+        return list(distinct_overrides([Job(n, tuple(x.split()), Path(), 1) for n, x in enumerate(jobs)]).values())
+
+    assert named("a=1 seed=1", "a=1 seed=2") == ["seed=1", "seed=2"]
+    assert named("a=1 seed=1", "a=1 seed=1", "a=1 seed=1") == [
+        "a=1 seed=1",
+        "a=1 seed=1, repeat 1",
+        "a=1 seed=1, repeat 2",
+    ]
+    assert named("a=1 seed=1", "a=2 seed=1", "a=1 seed=1") == ["a=1", "a=2", "a=1, repeat 1"]
+    assert named("a=1") == ["a=1"]
+    assert named("") == ["the only job"]
+
+
+def test_overrides_are_read_back_without_what_the_launcher_added(tmp_path: Path):
+    assert recorded_overrides(tmp_path) is None
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- seed=1\n- resume='x'\n- tracking.group='g'\n- +a=b=c\n")
+    assert recorded_overrides(tmp_path) == {"seed=1", "+a=b=c"}

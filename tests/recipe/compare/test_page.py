@@ -1,0 +1,251 @@
+"""The page is self-contained, and does not overflow in a browser, on a phone or on a desktop."""
+
+from __future__ import annotations
+
+import csv
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.compare.drawing import COLOURS
+from recipe.compare.page import Report, escape_markdown, time_of, write_report
+from recipe.compare.runs import find_runs
+from recipe.wording import percent, power_of_ten, short_length, short_number, size, times
+from tests.recipe.compare.synthetic import write_run
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PHONE, DESK = 390, 1280
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two sweeps with something of everything: seeds, lengths, a failure, an out-of-memory, odd names."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for seed in (1, 2):
+        for attention in ("naive", "flash"):
+            write_run(folder / f"parity-{attention}-{seed}", attention, seed, steps=200)
+    write_run(folder / "wall-naive-1024", "naive", steps=200, seq_len=1024, status="out_of_memory", stop=0)
+    write_run(folder / "wall-flash-1024", "flash", steps=200, seq_len=1024)
+    other = {"model.name": "<b>&other", "data.name": "odd_*text*", "data.path": "$\\frac$ _$x^$"}
+    write_run(
+        folder / "odd <name> | & more", "naive", steps=60, overrides=other, status="failed", message="no | <disk>"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> Report:
+    return write_report(find_runs([folder]), folder / "report")
+
+
+@pytest.fixture
+def page(folder: Path, report: Report) -> str:
+    return (folder / "report" / "index.html").read_text()
+
+
+def test_every_file_is_written(folder: Path, report: Report) -> None:
+    out = folder / "report"
+    assert {path.name for path in out.iterdir()} == {"index.html", "report.md", "runs.csv", "figures"}
+    drawings = [drawing for section in report.sections for drawing in section.drawings]
+    names = {drawing.path.removeprefix("figures/").split("-")[1] for drawing in drawings}
+    assert names == {"loss", "difference", "probe", "memory", "throughput", "crossover"}
+    for drawing in drawings:
+        for png in (f"{drawing.path}.png", f"{drawing.path}-dark.png"):
+            assert (out / png).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_needs_nothing_but_itself(page: str) -> None:
+    assert "<script" not in page
+    assert "@import" not in page
+    links = re.findall(r'(?:src|href)="([^"]*)"', page) + re.findall(r"url\(([^)]*)\)", page)
+    assert links
+    assert all(link.startswith(("#", "figures/", "data:,")) or link.endswith(".csv") for link in links)
+
+
+def test_the_page_and_the_markdown_say_the_same(folder: Path, report: Report, page: str) -> None:
+    markdown = (folder / "report" / "report.md").read_text()
+    words = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", page)))
+    tables = [*(table for section in report.sections for table in section.tables), report.runs]
+    said = [
+        report.headline,
+        *report.notes,
+        *(sentences for section in report.sections for _, sentences in section.answer.bullets),
+        *(drawing.caption for section in report.sections for drawing in section.drawings),
+        *(cell for table in tables for row in table.rows for cell in row),
+    ]
+    for text in said:
+        assert re.sub(r"\s+", " ", text).strip() in words
+        assert escape_markdown(text) in markdown
+
+
+def test_names_that_users_chose_are_escaped(folder: Path, report: Report, page: str) -> None:
+    assert "<disk>" not in page
+    assert "<b>&other" not in page
+    assert "odd &lt;name&gt; | &amp; more" in page
+    markdown = (folder / "report" / "report.md").read_text()
+    assert r"\<b\>&other on odd\_\*text\*" in markdown
+    assert r"no \| \<disk\>" in markdown
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("model.n_heads", "model.n_heads"),
+        ("_emphasis_", r"\_emphasis\_"),
+        ("[a](b) `c` &lt; #", r"\[a\](b) \`c\` \&lt; #"),
+        ("two\nlines", "two lines"),
+    ],
+)
+def test_markdown_shows_what_was_written(text: str, escaped: str) -> None:
+    assert escape_markdown(text) == escaped
+
+
+def test_no_two_elements_of_the_page_share_an_id(page: str) -> None:
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', page))
+    assert used <= set(ids)
+
+
+def test_every_colour_of_a_figure_follows_the_scheme(report: Report) -> None:
+    for section in report.sections:
+        for drawing in section.drawings:
+            left = set(re.findall(r"#[0-9a-f]{6}\b", drawing.svg))
+            assert not left, f"{drawing.path} has colours outside the palette: {left}"
+            assert set(re.findall(r"var\(--([\w-]+)\)", drawing.svg)) <= COLOURS.keys()
+
+
+def test_sources_are_named(folder: Path, page: str) -> None:
+    for source in (str(folder), "0123456", "NVIDIA H200", "torch 2.11.0", "2026-11-20"):
+        assert source in page
+
+
+def test_the_time_of_all_runs_counts_from_the_first_start_to_the_last_end(tmp_path: Path) -> None:
+    for seed in (1, 3):
+        write_run(tmp_path / str(seed), "naive", seed=seed, stop=0)
+    assert time_of(find_runs([tmp_path]).runs).startswith("2 runs in 2:40,")
+    write_run(tmp_path / "4", "naive", seed=4, stop=0, summary={"finished": "yesterday"})
+    assert time_of(find_runs([tmp_path]).runs) == ""
+
+
+def test_the_kernels_of_an_implementation_that_has_several_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "naive", stop=0)
+    write_run(tmp_path / "b", "flash", stop=0, summary={"attention_path": "hopper forward, plain backward"})
+    write_report(find_runs([tmp_path]), tmp_path / "report")
+    assert "flash: hopper forward, plain backward" in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_the_numbers_can_be_copied(folder: Path, report: Report) -> None:
+    runs = find_runs([folder]).runs
+    with (folder / "report" / "runs.csv").open(newline="") as file:
+        rows = {row["run"]: row for row in csv.DictReader(file)}
+    assert rows.keys() == {run.name for run in runs}
+    flash = next(run for run in runs if run.name == "parity-flash-2")
+    assert float(rows["parity-flash-2"]["val_loss"]) == flash.final("val/loss")
+    assert rows["wall-naive-1024"]["status"] == "out_of_memory"
+
+
+def test_the_headline_of_failed_runs_is_that_they_failed(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "naive", status="failed", stop=0, message="no such file")
+    (write_run(tmp_path / "b", "flash", status="failed", stop=0) / "metrics.jsonl").write_text("")
+    report = write_report(find_runs([tmp_path]), tmp_path / "report")
+    assert report.headline == "Both runs failed"
+    assert report.outcome is None
+    assert "a failed after step 0: no such file." in report.notes
+
+
+def test_numbers_are_written_with_units_and_few_digits() -> None:
+    assert [short_length(n) for n in (1000, 1024, 524288)] == ["1,000", "1k", "512k"]
+    assert [short_number(x) for x in (0, 1.5e6, 40_000, 0.05, 1e-6)] == ["0", "1.5M", "40k", "0.05", "10⁻⁶"]
+    assert [power_of_ten(x) for x in (1e-6, -2e-5, 1.0, 0)] == ["10⁻⁶", "-2·10⁻⁵", "10⁰", "0"]
+    assert [size(x) for x in (0.00143, 0.17, 4.4e-6, 0)] == ["0.0014", "0.17", "4·10⁻⁶", "0"]
+    assert [percent(x) for x in (0.00001, 0.1234, 1.63)] == ["under 0.1 %", "12 %", "160 %"]
+    assert [times(x) for x in (0.04, 171.0, 9_660_000)] == ["0.04 times", "170 times", "9,700,000 times"]
+    assert times(1.36e149) == "over a billion times"
+
+
+# A page for each width, in frames of one origin, which a script measures and writes down.
+FRAMES = """<!doctype html><title>frames</title><pre id="measured"></pre>{frames}
+<script>
+addEventListener("load", () => {{
+  const measured = [...document.querySelectorAll("iframe")].map(frame => {{
+    const page = frame.contentDocument, root = page.documentElement;
+    const box = node => node.getBoundingClientRect();
+    return {{
+      width: root.clientWidth,
+      scrollWidth: root.scrollWidth,
+      headline: page.querySelector("#headline")?.textContent,
+      first: box(page.querySelector("figure > svg")).bottom,
+      figures: [...page.querySelectorAll("figure > svg")].map(svg => [box(svg).width, box(svg).height]),
+      smallest: Math.min(...[...page.querySelectorAll("figure text")].map(text => box(text).height)),
+      outside: [...page.querySelectorAll("figure text")].filter(text => {{
+        const a = box(text), b = box(text.closest("svg"));
+        return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
+      }}).map(text => text.textContent),
+      cut: [...page.querySelectorAll(".scroll")].filter(table => table.scrollWidth > table.clientWidth + 1).length,
+      background: getComputedStyle(page.body).backgroundColor,
+    }};
+  }});
+  document.querySelector("#measured").textContent = JSON.stringify(measured);
+}});
+</script>"""
+
+
+def open_in_browser(page: str, folder: Path, *flags: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The measurements of `page` at both widths, and the messages of the browser's console."""
+    frames = "".join(
+        f'<iframe srcdoc="{html.escape(page)}" style="width:{width}px;height:900px;border:0"></iframe>'
+        for width in (PHONE, DESK)
+    )
+    file = folder / "frames.html"
+    file.write_text(FRAMES.format(frames=frames))
+    command = [
+        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--hide-scrollbars", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
+        f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=10000", *flags, "--dump-dom", file.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found, done.stderr
+    return json.loads(html.unescape(found[1])), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
+
+
+@needs_browser
+def test_the_page_opens_in_a_browser_on_a_phone_and_on_a_desk(page: str, report: Report, tmp_path: Path) -> None:
+    measured, console = open_in_browser(page, tmp_path)
+    assert console == []
+    assert [frame["width"] for frame in measured] == [PHONE, DESK]
+    for frame in measured:
+        assert frame["headline"] == report.headline
+        assert len(frame["figures"]) == sum(len(section.drawings) for section in report.sections)
+        assert all(width > 250 and height > 80 for width, height in frame["figures"])
+        assert frame["scrollWidth"] <= frame["width"], "the page scrolls sideways"
+        assert frame["smallest"] >= 8, "labels are too small to read"
+        assert frame["outside"] == [], "labels are cut off"
+    assert measured[1]["cut"] == 0, "a table is cut off on a desk"
+
+
+@needs_browser
+def test_the_page_is_dark_in_the_dark(page: str, tmp_path: Path) -> None:
+    light, _ = open_in_browser(page, tmp_path)
+    (tmp_path / "dark").mkdir()
+    dark, _ = open_in_browser(page, tmp_path / "dark", "--blink-settings=preferredColorScheme=0")
+    brightness = [sum(map(int, re.findall(r"\d+", frames[0]["background"])[:3])) for frames in (light, dark)]
+    assert brightness[0] > 700
+    assert brightness[1] < 100
+
+
+@needs_browser
+def test_the_browser_reports_an_error_in_the_console(page: str, tmp_path: Path) -> None:
+    _, console = open_in_browser(page.replace("</body>", "<script>nothing()</script></body>"), tmp_path)
+    assert any("nothing is not defined" in line for line in console)

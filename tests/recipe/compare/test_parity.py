@@ -1,0 +1,290 @@
+"""The verdict on synthetic run folders, whose generator knows which implementations are correct."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recipe.compare.parity import judge, rolling_rms, seed_spread, window_of
+from recipe.compare.runs import find_runs
+from recipe.compare.sweeps import cells_of
+from recipe.compare.text import parity_answer
+from recipe.compare.verdict import Gap, NotFinite, Outcome, Verdict, outcome_of
+from tests.recipe.compare.synthetic import ERRORS, write_run
+
+
+def judged(folder: Path, reference: str = "naive") -> list[Verdict]:
+    return judge(cells_of(find_runs([folder]).runs), reference)
+
+
+def only(folder: Path, reference: str = "naive") -> Verdict:
+    (verdict,) = judged(folder, reference)
+    return verdict
+
+
+def sweep(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), other: str = "flash", **options: object) -> Verdict:
+    """The verdict on one other implementation, which has the options, next to naive with the same seeds."""
+    shared = {key: value for key, value in options.items() if key in ("precision", "steps", "log_every")}
+    for seed in seeds:
+        write_run(folder / f"naive-{seed}", "naive", seed, **shared)  # type: ignore[arg-type]
+        write_run(folder / f"{other}-{seed}", other, seed, **options)  # type: ignore[arg-type]
+    return only(folder)
+
+
+def said(verdict: Verdict, reference: str = "naive") -> str:
+    """The report's bullet about an implementation."""
+    ((_, sentences),) = parity_answer([verdict], reference).bullets
+    return sentences
+
+
+@pytest.mark.parametrize(("precision", "chaos"), [("bf16", 1), ("bf16", 100), ("fp32", 1), ("fp32", 100)])
+def test_a_correct_implementation_passes_in_20_runs(tmp_path: Path, precision: str, chaos: float) -> None:
+    for n in range(20):
+        seeds = (3 * n, 3 * n + 1, 3 * n + 2) if n % 2 else (2 * n, 2 * n + 1)
+        verdict = sweep(tmp_path / str(n), seeds, precision=precision, chaos=chaos)
+        assert verdict.outcome is Outcome.holds, f"seeds {seeds}: {verdict}"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_wrong_implementation_is_caught(tmp_path: Path, error: str, precision: str) -> None:
+    for n in range(3):
+        verdict = sweep(tmp_path / str(n), (n, n + 10), error=error, precision=precision)
+        assert verdict.outcome is Outcome.broken
+        assert verdict.probe is not None
+        assert verdict.probe.ratio > 10
+
+
+def test_the_bullet_names_what_was_measured(tmp_path: Path) -> None:
+    verdict = sweep(tmp_path)
+    assert verdict.outcome is Outcome.holds
+    assert verdict.curve is not None
+    assert verdict.final is not None
+    assert verdict.probe is not None
+    assert verdict.probe.checks == 3 * 4
+    assert said(verdict).startswith(
+        f"At the same weights it differs by {verdict.probe.ratio:.2g} times naive's rounding"
+    )
+    for number in (f"{100 * (verdict.curve.ratio or 0):.2g} %", f"{verdict.final.difference:.2g}, where rounding adds"):
+        assert number in said(verdict)
+    assert parity_answer([verdict], "naive").headline == "Parity holds for flash"
+
+
+def test_losses_that_are_bitwise_equal_are_reported_so(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"naive-{seed}", "naive", seed)
+        twin = write_run(tmp_path / f"tiled-{seed}", "tiled", seed)
+        losses = [json.loads(line) for line in (tmp_path / f"naive-{seed}" / "metrics.jsonl").open()]
+        by_step = {line["step"]: {k: v for k, v in line.items() if k.endswith("/loss")} for line in losses}
+        edit(twin, lambda line, by_step=by_step: line | by_step[line["step"]])
+    assert said(only(tmp_path)).endswith("Its losses equal naive's to the last bit.")
+
+
+def test_without_a_probe_parity_is_open(tmp_path: Path) -> None:
+    """Without the probe, an error smaller than the spread between seeds looks like a correct implementation."""
+    assert sweep(tmp_path, probe_every=0).gaps == (Gap.no_probe,)
+    assert sweep(tmp_path / "wrong", probe_every=0, error="mask_ignores_layer").outcome is Outcome.open
+
+
+def test_a_single_seed_shows_no_spread_and_the_verdict_says_so(tmp_path: Path) -> None:
+    verdict = sweep(tmp_path, (1,))
+    assert (verdict.outcome, verdict.gaps) == (Outcome.open, (Gap.single_seed,))
+    assert "naive ran with one seed, which shows no spread between seeds" in said(verdict)
+    wrong = sweep(tmp_path / "wrong", (1,), error="scale")  # the probe needs no spread
+    assert wrong.outcome is Outcome.broken
+
+
+def test_a_curve_further_away_than_the_seeds_are_is_broken_even_where_no_probe_ran(tmp_path: Path) -> None:
+    shift(write_run(tmp_path / "flash", "flash", 1, probe_every=0), "train/loss", 0.4, after=200)
+    for seed in (1, 2, 3):
+        write_run(tmp_path / f"naive-{seed}", "naive", seed)
+    verdict = only(tmp_path)
+    assert verdict.outcome is Outcome.broken
+    assert verdict.curve is not None
+    assert verdict.curve.step > 200
+    assert "times the spread between seeds" in said(verdict)
+
+
+def test_a_loss_that_differs_from_the_start_is_broken_though_the_probe_agrees(tmp_path: Path) -> None:
+    """That happens where the compiled model is wrong and the probe's, which is not compiled, is correct."""
+    for seed in (1, 2, 3):
+        write_run(tmp_path / f"naive-{seed}", "naive", seed, precision="fp32")
+        shift(write_run(tmp_path / f"flash-{seed}", "flash", seed, precision="fp32"), "val/loss", 0.02)
+    verdict = only(tmp_path)
+    assert verdict.outcome is Outcome.broken
+    assert verdict.probe is not None
+    assert verdict.probe.agrees
+    assert "differs by 0.02, above the" in said(verdict)
+    assert said(verdict).endswith("The losses differ by more than rounding from the first steps on.")
+
+
+def test_rounding_that_training_amplified_is_accepted_and_explained(tmp_path: Path) -> None:
+    verdict = sweep(tmp_path, precision="fp32", chaos=100)
+    assert verdict.final is not None
+    assert verdict.final.floor is not None
+    assert verdict.final.difference > verdict.final.floor > 0
+    assert verdict.outcome is Outcome.holds
+    assert "Training amplified the rounding: the first losses agree" in said(verdict)
+
+
+def test_curves_that_cross_are_no_evidence_against_an_implementation(tmp_path: Path) -> None:
+    """Where the losses of two seeds are equal by chance, their spread is zero, and any difference exceeds it."""
+    for seed in (1, 2):
+        write_run(tmp_path / f"flash-{seed}", "flash", seed)
+        write_run(tmp_path / f"naive-{seed}", "naive", seed)
+    same = json.loads((tmp_path / "naive-1" / "metrics.jsonl").read_text().splitlines()[20])
+    for name, apart in (("naive-2", 0.0), ("flash-2", 1e-4)):
+        crossing = {"train/loss": same["train/loss"] + apart}
+        edit(tmp_path / name, lambda line, crossing=crossing: line | (crossing if line["step"] == same["step"] else {}))
+    assert only(tmp_path).outcome is Outcome.holds
+
+
+def test_a_run_that_comes_to_nan_where_the_reference_does_not_is_broken(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"naive-{seed}", "naive", seed)
+    write_run(tmp_path / "tiled", "tiled", 1, status="failed", stop=120, non_finite_step=126)
+    verdict = only(tmp_path)
+    assert verdict.outcome is Outcome.broken
+    assert said(verdict).startswith("Its loss is not finite at step 126 with seed 1, where naive's is.")
+
+
+@pytest.mark.parametrize("naive", [{"status": "interrupted", "stop": 100}, {"status": "failed", "stop": 120}])
+def test_a_run_is_not_broken_where_the_reference_did_not_come_past_the_step(tmp_path: Path, naive: dict) -> None:
+    write_run(tmp_path / "naive", "naive", 1, **naive, non_finite_step=126)
+    write_run(tmp_path / "tiled", "tiled", 1, status="failed", stop=120, non_finite_step=126)
+    assert only(tmp_path).outcome is Outcome.open
+
+
+def test_where_the_reference_did_not_run_an_ablated_one_is_broken_by_its_intact_self(tmp_path: Path) -> None:
+    """Runs like those of experiment=break_it: both are probed, and the probe sees nothing before the overflow."""
+    ablated = {"attention.ablate": "no_max_subtraction"}
+    write_run(tmp_path / "0", "tiled", 7)
+    write_run(tmp_path / "1", "tiled", 7, status="failed", stop=120, non_finite_step=121, overrides=ablated)
+    verdicts = {verdict.label: verdict for verdict in judged(tmp_path)}
+    assert verdicts["tiled no_max_subtraction"].not_finite == NotFinite(121, 7, "tiled")
+    assert verdicts["tiled"].outcome is Outcome.open
+
+
+def test_an_ablated_run_does_not_count_against_another(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", "tiled", status="failed", stop=120, non_finite_step=121)
+    write_run(tmp_path / "1", "tiled", overrides={"attention.ablate": "no_rescaling"})
+    assert {verdict.outcome for verdict in judged(tmp_path)} == {Outcome.open}
+
+
+def test_a_nan_in_the_probe_is_a_difference(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "flash", "flash", 1)
+    edit(folder, lambda line: line | {"parity/grad_rel_err": "nan"} if line["step"] == 300 else line)
+    write_run(tmp_path / "naive", "naive", 1)
+    verdict = only(tmp_path)
+    assert verdict.outcome is Outcome.broken
+    assert "infinitely many times naive's rounding at step 300" in said(verdict)
+
+
+def test_the_probe_alone_speaks_where_the_reference_did_not_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "flash", "flash", 1)
+    write_run(tmp_path / "tiled", "tiled", 1, error="no_rescaling")
+    tiled, flash = judged(tmp_path)
+    assert (flash.outcome, flash.gaps) == (Outcome.open, (Gap.no_reference,))
+    assert tiled.outcome is Outcome.broken
+
+
+def test_a_probe_of_another_reference_is_no_probe_of_this_one(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"sdpa-{seed}", "sdpa", seed, probe_every=0)
+        write_run(tmp_path / f"flash-{seed}", "flash", seed)
+    assert only(tmp_path, reference="sdpa").gaps == (Gap.no_probe,)
+    assert judged(tmp_path)[1].gaps == (Gap.no_reference,)
+
+
+def test_seeds_that_the_reference_did_not_run_with_are_not_compared(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"naive-{seed}", "naive", seed)
+    write_run(tmp_path / "flash", "flash", 3)
+    assert only(tmp_path).gaps == (Gap.no_shared_losses,)
+
+
+def test_without_losses_to_compare_a_good_probe_is_not_enough(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"naive-{seed}", "naive", seed)
+        folder = write_run(tmp_path / f"flash-{seed}", "flash", seed)
+        edit(folder, lambda line: {key: value for key, value in line.items() if not key.endswith("/loss")})
+    assert only(tmp_path).gaps == (Gap.no_shared_losses,)
+
+
+def test_dropout_with_other_masks_is_not_judged(tmp_path: Path) -> None:
+    own = {"attention.dropout": 0.1, "attention.rng": "torch"}
+    for seed in (1, 2):
+        write_run(tmp_path / f"naive-{seed}", "naive", seed, overrides={"attention.dropout": 0.1})
+        write_run(tmp_path / f"sdpa-{seed}", "sdpa", seed, overrides=own, error="scale")
+    verdict = only(tmp_path)
+    assert (verdict.outcome, verdict.gaps) == (Outcome.open, (Gap.own_masks,))
+
+
+def test_an_interrupted_run_is_compared_as_far_as_it_got(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        write_run(tmp_path / f"naive-{seed}", "naive", seed)
+    write_run(tmp_path / "flash", "flash", 1, status="interrupted", stop=230)
+    verdict = only(tmp_path)
+    assert verdict.curve is not None
+    assert verdict.final is not None
+    assert verdict.curve.step <= 230
+    assert verdict.final.step == 200  # the last evaluation that both have
+    assert verdict.outcome is Outcome.holds
+
+
+def test_each_configuration_is_judged_by_itself(tmp_path: Path) -> None:
+    for batch_size, error in ((12, None), (24, "scale")):
+        for seed in (1, 2):
+            folder = tmp_path / f"{batch_size}-{seed}"
+            write_run(folder / "naive", "naive", seed, batch_size=batch_size)
+            write_run(folder / "flash", "flash", seed, batch_size=batch_size, error=error)
+    verdicts = judged(tmp_path)
+    outcomes = {v.cell.runs[0].option("training.batch_size"): v.outcome for v in verdicts}
+    assert outcomes == {12: Outcome.holds, 24: Outcome.broken}
+    assert outcome_of(verdicts) is Outcome.broken
+
+
+def test_nothing_is_judged_without_something_to_compare(tmp_path: Path) -> None:
+    write_run(tmp_path / "naive", "naive", 1)
+    assert judged(tmp_path) == []
+    write_run(tmp_path / "flash", "flash", 1, seq_len=512, probe_every=0)
+    assert judged(tmp_path) == []
+
+
+def test_the_spread_is_the_distance_of_every_pair_of_seeds(tmp_path: Path) -> None:
+    for seed in (1, 2, 3, 4):
+        write_run(tmp_path / str(seed), "naive", seed, steps=100)
+    runs = find_runs([tmp_path]).runs
+    spread = seed_spread(runs)
+    assert spread is not None
+    curves = np.array([run.series("train/loss").values for run in runs])
+    squares = [(a - b) ** 2 for a, b in itertools.combinations(curves, 2)]
+    half = window_of(curves.shape[1]) // 2
+    expected = [np.sqrt(np.mean([s[max(0, n - half) : n + half + 1] for s in squares])) for n in range(len(squares[0]))]
+    np.testing.assert_allclose(spread.values, expected)
+
+
+def test_rolling_rms_is_the_root_mean_square_of_each_window() -> None:
+    values = np.random.default_rng(0).normal(size=23)
+    for window in (1, 5, 9):
+        half = window // 2
+        expected = [np.sqrt(np.mean(values[max(0, n - half) : n + half + 1] ** 2)) for n in range(len(values))]
+        np.testing.assert_allclose(rolling_rms(values, window), expected)
+
+
+def edit(folder: Path, change: object) -> None:
+    """Rewrite each line of metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    lines = [change(json.loads(line)) for line in path.read_text().splitlines()]  # type: ignore[operator]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def shift(folder: Path, metric: str, by: float, after: int = -1) -> None:
+    def change(line: dict[str, float]) -> dict[str, float]:
+        return line | {metric: line[metric] + by} if metric in line and line["step"] > after else line
+
+    edit(folder, change)

@@ -1,0 +1,149 @@
+"""An arena as a sweep: the stages, the choice of learning rates, going on, adding seeds.
+
+A launcher stands for the processes, and gives each job a loss that its overrides decide.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe.compare.arena.plan import PlanError, read_plan
+from recipe.compare.queue.arena import ArenaSweeper
+from recipe.compare.queue.jobs import SweepError
+from recipe.run.compose import composed
+
+ARGUMENTS = ["experiment=arena", 'arena.arms="causal: score=causal | alibi: score=alibi"', "arena.lr_seeds=1"]
+BEST = {"causal": 0.003, "alibi": 0.006}
+
+
+class Launcher:
+    """Runs jobs without processes. `refuse` is called with a job's overrides, and returns how it ends instead."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.ahead = folder, 0
+        self.launched: list[tuple[int, int, list[dict[str, str]]]] = []
+        self.ends: dict[int, dict[str, Any]] = {}
+
+    def launch(self, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> list[None]:
+        overrides = [dict(line.split("=", 1) for line in job) for job in jobs]
+        self.launched.append((initial_job_idx, self.ahead, overrides))
+        for number, job in enumerate(overrides, start=initial_job_idx):
+            rate, arm = float(job.get("optimizer.lr", 0.003)), job["arena.arm"].strip("'")
+            summary = {"status": "completed", "val_loss": 2.0 + abs(rate - BEST.get(arm, 0.003))}
+            run = self.folder / str(number)
+            run.mkdir(exist_ok=True)
+            (run / "summary.json").write_text(json.dumps(summary | self.ends.get(number, {})))
+        return [None] * len(jobs)
+
+
+@pytest.fixture
+def start(tmp_path: Path):
+    """start(*overrides, ends={number: summary}): one start of the sweep in tmp_path; returns the launcher."""
+
+    def run(*overrides: str, ends: dict[int, dict[str, Any]] | None = None) -> Launcher:
+        arguments = [*ARGUMENTS, *overrides]
+        sweeper = ArenaSweeper()
+        sweeper.command_line = arguments
+        sweeper.settings = composed([*arguments, f"hydra.sweep.dir={tmp_path}"])
+        sweeper.loader = SimpleNamespace(load_sweep_config=lambda _, lines: composed(lines))
+        sweeper.jobs = Launcher(tmp_path)
+        sweeper.jobs.ends = ends or {}
+        sweeper.sweep(arguments)
+        return sweeper.jobs
+
+    return run
+
+
+def test_learning_rates_come_first_and_each_arm_then_uses_its_best(start, tmp_path: Path) -> None:
+    launched = start("arena.seeds=2").launched
+    (first, ahead, tried), (second, last, runs) = launched
+    assert (first, ahead, len(tried)) == (0, 4, 6)
+    assert {job["arena.stage"] for job in tried} == {"lr"}
+    assert (second, last, len(runs)) == (6, 0, 4)
+    assert [(job["arena.arm"], job["seed"], float(job["optimizer.lr"]), job["score"]) for job in runs] == [
+        (f"'{arm}'", seed, BEST[arm], arm) for seed in ("1", "2") for arm in BEST
+    ]
+    plan = read_plan(tmp_path)
+    assert plan is not None
+    assert plan.chosen == BEST
+
+
+def test_the_plan_is_written_before_the_first_run(start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise SystemExit(1)
+
+    monkeypatch.setattr(Launcher, "launch", fails)
+    with pytest.raises(SystemExit):
+        start()
+    plan = read_plan(tmp_path)
+    assert plan is not None
+    assert (list(plan.arms), plan.chosen, plan.looks[0].seeds) == (["causal", "alibi"], {}, 6)
+    assert plan.common == ["experiment=arena"]
+
+
+def test_a_sweep_that_goes_on_does_not_try_learning_rates_again(start) -> None:
+    start("arena.seeds=2")
+    ((first, _, runs),) = start("arena.seeds=2").launched
+    assert (first, len(runs)) == (6, 4)
+
+
+def test_seeds_are_added_to_what_is_done(start, tmp_path: Path) -> None:
+    start("arena.seeds=2")
+    ((_, _, runs),) = start("arena.seeds=4").launched
+    assert [job["seed"] for job in runs] == ["1", "1", "2", "2", "3", "3", "4", "4"]
+    plan = read_plan(tmp_path)
+    assert plan is not None
+    assert [look.seeds for look in plan.looks] == [2, 4]
+
+
+def test_another_plan_in_the_same_folder_is_refused(start) -> None:
+    start("arena.seeds=2")
+    with pytest.raises(PlanError, match=r"its arena\.margin is 0\.005 instead of 0\.01"):
+        start("arena.seeds=2", "arena.margin=0.01")
+    with pytest.raises(PlanError, match=r"its list of overrides is experiment=arena instead of .*seq_len=64"):
+        start("arena.seeds=2", "seq_len=64")
+
+
+def test_a_learning_rate_that_diverges_is_not_chosen(start, tmp_path: Path) -> None:
+    start("arena.seeds=2", ends={1: {"status": "failed", "non_finite_step": 7, "val_loss": None}})
+    plan = read_plan(tmp_path)
+    assert plan is not None
+    assert plan.chosen["causal"] != BEST["causal"]
+
+
+def test_no_learning_rate_is_chosen_where_a_run_has_no_result(start) -> None:
+    with pytest.raises(SweepError, match="has no result, so no learning rate can be chosen"):
+        start("arena.seeds=2", ends={1: {"status": "interrupted"}})
+
+
+def test_without_factors_the_arms_keep_their_learning_rates(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launcher, "launch", lambda self, jobs, initial_job_idx: self.launched.append(jobs) or [])
+    (jobs,) = start("arena.seeds=2", "arena.lr=[]").launched
+    assert not any("optimizer.lr" in line for job in jobs for line in job)
+
+
+def test_arms_get_the_parameters_of_the_baseline(start, tmp_path: Path) -> None:
+    arms = 'arena.arms="plain: score=causal | gated: model.mlp=swiglu | tall: model.n_layers=5"'
+    jobs = start(arms, "arena.match=params", "arena.lr=[]", "arena.seeds=2").launched[0][2]
+    widths = {job["arena.arm"].strip("'"): job.get("model.mlp_width") for job in jobs}
+    assert widths["plain"] is None
+    assert int(widths["gated"]) == round(2 / 3 * 4 * 128)  # three matrices in the place of two
+    assert 0 < int(widths["tall"]) < 4 * 128
+    plan = read_plan(tmp_path)
+    assert plan is not None
+    assert plan.arms["gated"] == ["model.mlp=swiglu", f"model.mlp_width={widths['gated']}"]
+    with pytest.raises(SweepError, match="arm tall has more parameters than the baseline with any width of its MLP"):
+        start(arms.replace("n_layers=5", "n_layers=13"), "arena.match=params", "hydra.sweep.dir=other")
+
+
+def test_arms_in_fp8_get_widths_that_are_multiples_of_16(start) -> None:
+    arms = 'arena.arms="plain: score=causal | tall: model.n_layers=5 training.mlp_in_fp8=true"'
+    jobs = start(arms, "arena.match=params", "arena.lr=[]", "arena.seeds=2", "training.precision=bf16").launched[0][2]
+    widths = {job["arena.arm"].strip("'"): job.get("model.mlp_width") for job in jobs}
+    assert widths == {"plain": None, "tall": "352"}  # the nearest to 358, without fp8

@@ -1,0 +1,309 @@
+"""Run folders in every state that a run, a full disk or an impatient user can leave them in."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.compare.page import write_report
+from recipe.compare.runs import ReportError, find_runs, read_run
+from recipe.compare.sweeps import cells_of, comparison_key, labels_of, sweeps_of
+from recipe.compare.text import notes_on
+from tests.recipe.compare.synthetic import write_run
+
+
+def notes(folder: Path) -> list[str]:
+    found = find_runs([folder])
+    return notes_on(found, sweeps_of(found.runs))
+
+
+def test_a_run_is_read_from_its_files(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", "flash", 7, steps=100, seq_len=512, peak_gib=11.5))
+    assert (run.attention, run.seed, run.seq_len, run.status, run.step) == ("flash", 7, 512, "completed", 100)
+    assert (run.device, run.precision, run.commit) == ("NVIDIA H200", "bf16", "0123456")
+    assert list(run.series("train/loss").steps) == list(range(10, 101, 10))
+    assert list(run.series("val/loss").steps) == [0, 50, 100]
+    assert run.final("val/loss") == run.series("val/loss").values[-1]
+    assert run.peak() == 11.5
+    assert run.overrides == ("attention=flash", "seed=7", "seq_len=512")
+    assert run.notes == ()
+
+
+def test_half_a_last_line_is_left_out_and_noted(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
+    content = path.read_text()
+    lines = len(content.splitlines())
+    for cut in (3, 30, len(content.splitlines()[-1])):
+        path.write_text(content[:-cut])
+        run = read_run(path.parent)
+        assert run.series("train/loss").steps[-1] == 90
+        assert run.notes == (f"line {lines} of metrics.jsonl cannot be read.",)
+    path.write_text(content[:-1])  # the line break alone is missing: nothing is lost
+    assert read_run(path.parent).series("train/loss").steps[-1] == 100
+    assert read_run(path.parent).notes == ()
+
+
+def test_damaged_lines_within_are_counted(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    lines[3], lines[5] = b"\xff\x00\xfe", b'["step", 5]'
+    path.write_bytes(b"\n".join(lines) + b"\n\n")
+    run = read_run(path.parent)
+    assert run.notes == ("2 lines from line 4 on of metrics.jsonl cannot be read.",)
+    assert 30 not in run.series("train/loss").steps
+
+
+def test_a_run_without_summary_is_read_from_its_lines_and_config(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "flash", 3, steps=200, stop=120, tokens_per_s=1000.0)
+    (folder / "summary.json").unlink()
+    run = read_run(folder)
+    assert (run.status, run.step, run.attention, run.seed) == ("unfinished", 120, "flash", 3)
+    assert notes(tmp_path) == ["run wrote no summary: it is still running, or was killed after step 120."]
+    assert run.median("throughput/tokens_per_s") == pytest.approx(1000, rel=0.02)
+    assert run.final("train/loss") == run.series("train/loss").values[-1]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"status": "comp'])
+def test_a_damaged_summary_is_passed_over(tmp_path: Path, content: str) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "summary.json").write_text(content)
+    run = read_run(folder)
+    assert run.status == "unfinished"
+    (note,) = run.notes
+    assert note.startswith("summary.json cannot be read (it is not ")
+    assert run.attention == "naive"  # from .hydra/config.yaml
+
+
+def test_steps_logged_again_after_a_resume_count_once_with_the_later_value(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps({"step": 50, "train/loss": 1.25}) + "\n")
+    run = read_run(path.parent)
+    series = run.series("train/loss")
+    assert list(series.steps) == list(range(10, 101, 10))
+    assert series.values[4] == 1.25
+
+
+def test_losses_that_are_not_finite_are_read_as_such(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 110, "train/loss": "nan"}\n{"step": 120, "train/loss": "inf"}\n')
+        file.write('{"step": 130, "train/loss": "-inf"}\n')
+    run = read_run(path.parent)
+    assert math.isnan(run.series("train/loss").values[-3])
+    assert run.series("train/loss").values[-2:].tolist() == [math.inf, -math.inf]
+    assert run.diverged() == 110
+
+
+def test_how_runs_ended_is_noted(tmp_path: Path) -> None:
+    """A run whose name is a number is called "run 2", so that the number does not read as a count."""
+    write_run(tmp_path / "2", status="failed", stop=20, message="disk full.")
+    write_run(tmp_path / "b", status="out_of_memory", stop=0, message="CUDA out of memory")
+    write_run(tmp_path / "c", status="interrupted", stop=50)
+    assert notes(tmp_path) == [
+        "1 run ran out of memory, which is a result too (b).",
+        "c was interrupted after 50 of 400 steps.",
+        "run 2 failed after step 20: disk full.",
+    ]
+
+
+def test_a_run_that_logged_nothing_is_noted(tmp_path: Path) -> None:
+    (write_run(tmp_path / "a") / "metrics.jsonl").write_text("")
+    (write_run(tmp_path / "b") / "metrics.jsonl").unlink()
+    (write_run(tmp_path / "c", status="out_of_memory", stop=0) / "metrics.jsonl").write_text("")  # noted as its result
+    assert [run.notes for run in find_runs([tmp_path]).runs] == [
+        ("metrics.jsonl is empty, so there is no curve.",),
+        ("metrics.jsonl is missing, so there is no curve.",),
+        (),
+    ]
+
+
+def test_a_job_that_ended_before_its_record_began_failed_for_what_it_printed_last(tmp_path: Path) -> None:
+    for n, printed in enumerate(("error: data.path=x is not there.\n\n", "attention=naive\n")):
+        (tmp_path / str(n) / ".hydra").mkdir(parents=True)
+        (tmp_path / str(n) / ".hydra" / "overrides.yaml").write_text("- seed=1\n")
+        (tmp_path / str(n) / "console.log").write_text(printed)
+    failed, unfinished = find_runs([tmp_path]).runs
+    assert (failed.status, failed.summary["message"]) == ("failed", "data.path=x is not there.")
+    assert unfinished.status == "unfinished"
+
+
+def test_a_probe_that_compared_less_than_a_micro_batch_is_noted(tmp_path: Path) -> None:
+    """Older versions wrote it as text, which is ignored."""
+    for n, tokens in enumerate(([12, 256], "1x128", [1, 128])):
+        write_run(tmp_path / str(n), "flash", n, steps=20, summary={"parity": {"tokens": tokens}})
+    assert notes(tmp_path) == [
+        "run 2: the probe compared 1 x 128 of 12 x 256 tokens, because the reference's scores of all did not fit in "
+        "memory."
+    ]
+
+
+def test_an_ablated_run_that_came_to_nan_gets_no_advice(tmp_path: Path) -> None:
+    options = {"attention.ablate": "no_max_subtraction"}
+    stopped = {"status": "failed", "stop": 25, "message": "Lower optimizer.lr.", "non_finite_step": 26}
+    write_run(tmp_path / "a", "tiled", overrides=options, **stopped)  # type: ignore[arg-type]
+    write_run(tmp_path / "b", "tiled", **stopped)  # type: ignore[arg-type]
+    assert notes(tmp_path) == [
+        "a was not finite at step 26, which is the result of attention.ablate=no_max_subtraction.",
+        "b failed after step 25: Lower optimizer.lr.",
+    ]
+
+
+@pytest.mark.parametrize("damaged", [[1], "text", 3, None])
+def test_parts_of_a_summary_that_are_no_parts_are_passed_over(tmp_path: Path, damaged: object) -> None:
+    parts = ("median", "peak", "git", "versions", "device", "ablation", "step", "parameters")
+    for seq_len in (128, 256, 512):
+        folder = tmp_path / "sweep" / str(seq_len)
+        write_run(folder, steps=100, seq_len=seq_len, tokens_per_s=1000.0, summary=dict.fromkeys(parts, damaged))
+    found = find_runs([tmp_path / "sweep"])
+    run = found.runs[0]
+    assert run.median("throughput/tokens_per_s") == pytest.approx(1000, rel=0.02)  # of its lines
+    assert (run.peak(), run.commit, run.device) == (None, "", "unknown device")
+    write_report(found, tmp_path / "report")
+
+
+def test_runs_are_found_at_any_depth_and_in_natural_order(tmp_path: Path) -> None:
+    for n in (10, 2, 1):
+        write_run(tmp_path / "sweep" / str(n))
+    (tmp_path / "sweep" / "1" / "checkpoints" / "step-00000500").mkdir(parents=True)
+    (tmp_path / "sweep" / "notes").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"jobs": [["seed=1"]] * 5}))
+    found = find_runs([tmp_path / "sweep"])
+    assert [run.name for run in found.runs] == ["1", "2", "10"]
+    assert found.notes == ("sweep is a sweep of 5 jobs, of which 3 have a run folder.",)
+    assert len(find_runs([tmp_path]).runs) == 3
+    assert [run.name for run in find_runs([tmp_path / "sweep" / "2"]).runs] == ["2"]
+
+
+def test_a_folder_given_twice_counts_once_and_one_without_runs_is_noted(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    found = find_runs([tmp_path / "run", tmp_path / "run", tmp_path / "empty"])
+    assert len(found.runs) == 1
+    assert found.notes == (f"{tmp_path / 'empty'} holds no run and was left out.",)
+
+
+def test_no_runs_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"no runs found in .*; a run folder holds metrics\.jsonl"):
+        find_runs([tmp_path])
+    with pytest.raises(ReportError, match="missing is not a folder"):
+        find_runs([tmp_path / "missing"])
+
+
+def test_dirty_trees_mixed_commits_and_devices_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", summary={"git": {"commit": "a" * 40, "dirty": True, "changes": "12345678"}})
+    write_run(
+        tmp_path / "b", summary={"git": {"commit": "b" * 40, "dirty": False, "changes": "9abcdef0"}}, device="cpu"
+    )
+    assert notes(tmp_path) == [
+        "The runs differ in device, so they are not all compared with each other.",
+        "1 run came from a tree with uncommitted changes (a).",
+        "The runs come from different commits: aaaaaaa, bbbbbbb.",
+        "The runs come from different uncommitted changes: 12345678, 9abcdef0.",
+        "The runs come from different devices: NVIDIA H200, cpu.",
+    ]
+
+
+def test_labels_distinguish_variants_of_an_implementation(tmp_path: Path) -> None:
+    write_run(tmp_path / "1", "naive")
+    write_run(tmp_path / "2", "tiled", overrides={"attention.block_q": 16, "attention.block_k": 16})
+    write_run(tmp_path / "3", "tiled", overrides={"attention.block_q": 128, "attention.block_k": 32})
+    write_run(tmp_path / "4", "tiled", overrides={"attention.ablate": "no_rescaling"})
+    write_run(tmp_path / "5", "flash", overrides={"attention.path": "plain"})
+    write_run(tmp_path / "6", "flash", overrides={"attention.path": "hopper"})
+    labels = labels_of(find_runs([tmp_path]).runs)
+    variants = ["naive", "tiled 16x16", "tiled 128x32", "tiled 64x64 no_rescaling"]
+    assert list(labels.values()) == [*variants, "flash path=plain", "flash path=hopper"]
+
+
+def test_only_implementation_seed_and_bookkeeping_may_differ_within_a_cell(tmp_path: Path) -> None:
+    alike = {"seed": 2, "attention.block_q": 16, "training.eval_every": 5, "parity.every": 7, "tracking.group": "x"}
+    apart = {
+        "model.n_layers": 6,
+        "data.name": "text",
+        "data.documents": "mask",
+        "score.window": 128,
+        "optimizer.lr": 1e-4,
+        "seq_len": 512,
+        "attention.dropout": 0.1,
+        "training.steps": 500,
+    }
+    write_run(tmp_path / "base")
+    for n, (name, value) in enumerate(alike.items()):
+        write_run(tmp_path / f"alike-{n}", overrides={name: value})
+    assert len(cells_of(find_runs([tmp_path]).runs)) == 1
+    for n, (name, value) in enumerate(apart.items()):
+        write_run(tmp_path / f"apart-{n}", overrides={name: value})
+    write_run(tmp_path / "cpu", device="cpu")
+    write_run(tmp_path / "two", devices=2)
+    write_run(tmp_path / "fp32", precision="fp32")
+    assert len(cells_of(find_runs([tmp_path]).runs)) == 4 + len(apart)
+
+
+def test_a_killed_run_joins_those_it_shares_its_settings_with(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "naive")
+    (write_run(tmp_path / "b", "flash") / "summary.json").unlink()
+    (cell,) = cells_of(find_runs([tmp_path]).runs)
+    assert cell.labels() == ["naive", "flash"]
+    killed = tmp_path / "b" / ".hydra" / "config.yaml"
+    config = json.loads(killed.read_text())
+    config["training"]["batch_size"] = "${divide:${training.batch_tokens},${seq_len}}"
+    killed.write_text(json.dumps(config))
+    assert len(cells_of(find_runs([tmp_path]).runs)) == 1
+    write_run(tmp_path / "c", "naive", device="cpu")  # now the killed run's device is ambiguous
+    assert len(cells_of(find_runs([tmp_path]).runs)) == 3
+
+
+def test_of_several_runs_of_a_seed_the_one_with_most_steps_counts(tmp_path: Path) -> None:
+    write_run(tmp_path / "1", status="interrupted", stop=390)
+    write_run(tmp_path / "2")
+    write_run(tmp_path / "3", status="failed", stop=10)
+    (cell,) = cells_of(find_runs([tmp_path]).runs)
+    assert cell.of("naive")[1].name == "2"
+
+
+def test_lengths_with_equal_tokens_are_one_sweep_and_mixed_batches_are_not(tmp_path: Path) -> None:
+    for seq_len, batch_size in ((256, 8), (512, 4), (1024, 2)):
+        write_run(tmp_path / f"{seq_len}-{batch_size}", seq_len=seq_len, batch_size=batch_size)
+    (sweep,) = sweeps_of(find_runs([tmp_path]).runs)
+    assert (sweep.axis, [cell.seq_len for cell in sweep.cells]) == ("seq_len", [256, 512, 1024])
+    for seq_len in (256, 512):
+        write_run(tmp_path / f"{seq_len}-2", seq_len=seq_len, batch_size=2)
+    lengths, rest = sweeps_of(find_runs([tmp_path]).runs)
+    assert [cell.seq_len for cell in lengths.cells] == [256, 512, 1024]
+    assert (rest.axis, [cell.seq_len for cell in rest.cells]) == (None, [256, 512])
+
+
+def test_settings_on_the_same_text_are_one_sweep_named_by_what_is_unusual(tmp_path: Path) -> None:
+    swept: list[dict[str, Any]] = [{"optimizer.lr": 1e-3}, {"optimizer.lr": 3e-3}, {"score.window": 128}]
+    for n, overrides in enumerate(swept):
+        write_run(tmp_path / str(n), overrides=overrides)
+    write_run(tmp_path / "other", overrides={"data.name": "text"})
+    other, sweep = sweeps_of(find_runs([tmp_path]).runs)
+    assert [cell.where for cell in sweep.cells] == [
+        ("optimizer.lr=0.001",),
+        ("optimizer.lr=0.003",),
+        ("optimizer.lr=0.0006", "score.window=128"),
+    ]
+    assert [cell.short for cell in sweep.cells] == ["lr=0.001", "lr=0.003", "lr=0.0006 window=128"]
+    assert other.cells[0].where == ()
+
+
+def test_numbers_of_devices_are_an_axis(tmp_path: Path) -> None:
+    for devices in (8, 1, 2):
+        write_run(tmp_path / str(devices), devices=devices, batch_size=24 // devices)
+    (sweep,) = sweeps_of(find_runs([tmp_path]).runs)
+    assert (sweep.axis, [cell.devices for cell in sweep.cells]) == ("devices", [1, 2, 8])
+
+
+def test_the_comparison_key_does_not_depend_on_the_order_of_settings(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    run = read_run(folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["config"] = dict(reversed(summary["config"].items()))
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert comparison_key(read_run(folder)) == comparison_key(run)

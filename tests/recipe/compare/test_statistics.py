@@ -1,0 +1,143 @@
+"""The arena's statistics against textbooks, brute force and simulation."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from recipe.compare.arena.statistics import (
+    ALPHA,
+    POWER,
+    Verdict,
+    holm_levels,
+    judge,
+    paired,
+    power_to_equate,
+    power_to_find,
+    seeds_needed,
+    sign_flip,
+    signed_rank,
+)
+
+# Student 1908, "The Probable Error of a Mean": additional sleep with the second drug; R prints the rest for
+# t.test(extra ~ group, paired = TRUE).
+SLEEP = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
+# Darwin's pairs of plants, in eighths of an inch; Fisher 1935, section 21: 863 of 32,768 sums in each tail.
+MAIZE = [49, -67, 8, 16, 6, 23, 28, 41, 14, 29, 56, 24, 75, 60, -48]
+
+
+def test_the_paired_t_test_gives_students_sleep_data_the_interval_that_r_prints():
+    found = paired(SLEEP)
+    assert found.mean == pytest.approx(1.58)
+    assert found.interval(0.05) == pytest.approx((0.7001142, 2.4598858), abs=1e-7)
+    assert found.p == pytest.approx(0.002833, abs=1e-6)
+
+
+def test_many_sets_of_differences_at_once_give_what_each_gives_alone():
+    many = np.random.default_rng(0).normal(0.1, 1.0, (50, 7))
+    together = paired(many)
+    for row, differences in enumerate(many):
+        alone = paired(differences)
+        assert (together.mean[row], together.p[row]) == pytest.approx((alone.mean, alone.p))
+        assert np.array(together.interval(0.1))[:, row] == pytest.approx(alone.interval(0.1))
+
+
+def test_differences_without_spread_are_certain():
+    same, other = paired([0.0] * 5), paired([0.25] * 5)
+    assert (same.p, same.interval(0.05)) == (1.0, (0.0, 0.0))
+    assert (other.p, other.interval(0.05)) == (0.0, (0.25, 0.25))
+
+
+def test_one_difference_has_no_deviation():
+    with pytest.raises(ValueError, match="two differences"):
+        paired([0.1])
+
+
+def test_the_sign_flip_test_counts_fishers_sums_of_darwins_plants():
+    assert sign_flip(MAIZE) == pytest.approx(2 * 863 / 2**15)
+    assert sign_flip([0.0, 0.0, 0.0]) == 1.0
+    assert sign_flip([1.0] * 6) == pytest.approx(2 / 2**6)
+
+
+def test_a_diverged_seed_counts_as_the_largest_difference():
+    assert signed_rank([0.1, 0.2, 0.3, 0.4, 0.5, np.inf]) == pytest.approx(2 / 2**6)
+    assert signed_rank([-0.1, -0.2, -0.3, -0.4, -0.5, np.inf]) == pytest.approx(signed_rank([-1, -2, -3, -4, -5, 6]))
+    assert signed_rank([0.0, 0.0]) == 1.0
+
+
+def test_holm_rejects_what_closed_testing_with_bonferroni_rejects():
+    """Holm's procedure is the shortcut of this: a hypothesis falls if every intersection that holds it falls."""
+    generator = np.random.default_rng(1)
+    for _ in range(300):
+        m = int(generator.integers(1, 6))
+        p = [float(value) for value in generator.beta(0.3, 3.0, m)]
+        closed = [
+            all(
+                min(p[other] for other in others) <= ALPHA / len(others)
+                for size in range(1, m + 1)
+                for others in itertools.combinations(range(m), size)
+                if arm in others
+            )
+            for arm in range(m)
+        ]
+        assert [bool(value <= level) for value, level in zip(p, holm_levels(p), strict=True)] == closed
+
+
+@pytest.mark.parametrize(
+    ("interval", "verdict"),
+    [
+        ((-0.05, -0.02), Verdict.better),
+        ((0.001, 0.02), Verdict.worse),
+        ((-0.009, 0.01), Verdict.equivalent),
+        ((-0.009, -0.001), Verdict.equivalent),
+        ((-0.02, 0.005), Verdict.undecided),
+        ((-0.02, -0.001), Verdict.better),
+    ],
+)
+def test_the_verdict_follows_from_the_interval_and_the_margin(interval, verdict):
+    assert judge(interval, margin=0.01) is verdict
+
+
+@pytest.mark.parametrize(("power", "n"), [(0.80, 34), (0.90, 44), (0.95, 54)])
+def test_the_power_of_a_paired_test_is_that_of_the_tables(power, n):
+    """Half a deviation, two-sided at 0.05: the sample sizes of Cohen's tables, G*Power and R's pwr."""
+    assert power_to_find(0.5, 1.0, n, 0.05) >= power > power_to_find(0.5, 1.0, n - 1, 0.05)
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_the_suggested_seeds_decide_as_often_as_promised(looks):
+    alpha, margin, deviation = ALPHA / looks, 1.0, 1.3
+    n = seeds_needed(margin, deviation, alpha)
+    assert n is not None
+    generator = np.random.default_rng(2)
+    for effect, verdicts in ((-margin, {Verdict.better}), (0.0, {Verdict.equivalent})):
+        found = paired(generator.normal(effect, deviation, (20_000, n)))
+        bounds = zip(*found.interval(alpha), strict=True)
+        share = np.mean([judge(interval, margin) in verdicts for interval in bounds])
+        assert share >= POWER - 0.01
+    assert power_to_equate(margin, deviation, n - 1, alpha) < POWER
+
+
+def test_no_number_of_seeds_is_suggested_where_a_thousand_would_not_do():
+    assert seeds_needed(0.001, 1.0, 0.05) is None
+    assert seeds_needed(0.001, 0.0, 0.05, least=3) == 3
+
+
+@pytest.mark.parametrize("arms", [1, 3])
+@pytest.mark.parametrize("looks", [1, 2])
+def test_equal_arms_are_called_better_or_worse_in_five_sweeps_of_a_hundred_at_most(arms, looks):
+    """Skewed noise, one of the arms' losses shared by all differences, and every look taken."""
+    generator = np.random.default_rng(3)
+    sweeps, seeds = 4000, (5, 10)[:looks]
+    losses = generator.gamma(9.0, 1 / 3, (sweeps, arms + 1, seeds[-1]))
+    false = np.zeros(sweeps, bool)
+    for n in seeds:
+        found = paired(losses[:, 1:, :n] - losses[:, :1, :n])
+        for sweep in range(sweeps):
+            false[sweep] |= any(
+                p <= level
+                for p, level in zip(found.p[sweep], holm_levels(list(found.p[sweep]), ALPHA / looks), strict=True)
+            )
+    assert false.mean() <= ALPHA + 3 * np.sqrt(ALPHA * (1 - ALPHA) / sweeps)

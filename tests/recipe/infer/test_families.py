@@ -1,0 +1,290 @@
+"""Folders of transformers' models, read, computed and written again, for random shapes of each architecture."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from attention import AttentionConfig, build_attention
+from model.config import Scaling
+from model.gpt import GPT, Computation
+from recipe.distributed.world import World
+from recipe.infer.generation import Engine, Request, Sampling
+from recipe.infer.huggingface.families import BEFORE, FAMILIES, Family
+from recipe.infer.huggingface.loading import load
+from recipe.infer.huggingface.starting import start_from
+from recipe.infer.huggingface.weights import describe, renamed
+from recipe.run.build import build_model
+from recipe.run.check import init_mistakes
+from recipe.run.compose import composed, to_config
+from recipe.run.config import Config
+from recipe.run.starting import with_start
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[3]
+VOCAB, T, SHAPES = 67, 14, 8
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 16},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+]
+
+
+def shape(kind: str, seed: int) -> dict[str, Any]:
+    """Options of a small model of an architecture."""
+    draw = random.Random(f"{kind} {seed}")
+    heads = draw.choice([2, 4])
+    if kind == "gpt2":
+        return {
+            "n_embd": 8 * heads,
+            "n_head": heads,
+            "n_layer": 2,
+            "n_positions": 64,
+            "n_inner": draw.choice([None, 40]),
+        }
+    options = {
+        "hidden_size": 8 * heads,
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice([1, 2, heads]),
+        "num_hidden_layers": draw.choice([2, 4]),
+        "intermediate_size": draw.choice([24, 40]),
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": draw.random() < 0.5,
+        "rope_parameters": draw.choice(ROPES) | {"rope_theta": draw.choice([1e4, 5e5])},
+    }
+    options["norm_epsilon" if kind == "starcoder2" else "rms_norm_eps"] = draw.choice([1e-6, 1e-5])
+    if kind in ("llama", "mistral", "qwen3", "gemma2"):
+        options["head_dim"] = draw.choice([8, 12])
+    if kind in ("llama", "qwen3", "gemma2", "olmo2"):
+        options["attention_bias"] = draw.random() < 0.5
+    if kind == "llama":
+        options["mlp_bias"] = options["attention_bias"] and draw.random() < 0.5
+    if kind in ("mistral", "starcoder2"):
+        options["sliding_window"] = draw.choice([5, 9])
+    if kind == "starcoder2":
+        options["hidden_act"] = "gelu_pytorch_tanh"
+    if kind in ("qwen2", "qwen3"):
+        slides = draw.random() < 0.5
+        options |= {"use_sliding_window": slides, "sliding_window": 5 if slides else None, "max_window_layers": 1}
+    if kind == "gemma2":
+        options |= {"sliding_window": 5, "query_pre_attn_scalar": draw.choice([8, 20])}
+        options |= {
+            "final_logit_softcapping": draw.choice([None, 3.0]),
+            "attn_logit_softcapping": draw.choice([None, 2.0]),
+        }
+    return options
+
+
+def folders(kind: str, root: Path) -> Iterator[tuple[Any, Path]]:
+    """Models of transformers with every parameter random, and their folders."""
+    for seed in range(SHAPES):
+        torch.manual_seed(seed)
+        config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB, **shape(kind, seed))
+        config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        folder = root / f"{kind}-{seed}"
+        model.save_pretrained(folder, max_shard_size="20KB" if seed % 2 else "1GB")
+        yield model, folder
+
+
+def read(folder: Path, dtype: torch.dtype = torch.float32) -> GPT:
+    """The folder's model, as train.py builds it."""
+    start = start_from(str(folder))
+    config, computation = start.config(), Computation(dtype=dtype)
+    with torch.device("meta"):
+        attend = build_attention(AttentionConfig())
+        model = GPT(config.model, VOCAB, config.seq_len, attend, computation, score=config.score)
+    model.materialise("cpu")
+    load(model, str(folder))
+    return model.eval()
+
+
+class InDouble(TorchFunctionMode):
+    """Computes in fp64 also where transformers' code names fp32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        wide = [torch.float64 if x is torch.float32 else x for x in args]
+        named = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        return func(*wide, **named)
+
+
+class Learned(NamedTuple):
+    """What a model computes in a training step; gradients are by transformers' names."""
+
+    logits: Tensor
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+    def distances(self, exact: Learned) -> dict[str, float]:
+        names = sorted(exact.gradients)
+        gradients = [torch.cat([x.gradients[name].double().flatten() for name in names]) for x in (self, exact)]
+        pairs = {"logits": (self.logits, exact.logits), "loss": (self.loss, exact.loss), "gradients": gradients}
+        return {name: (a.double() - b).square().mean().sqrt().item() for name, (a, b) in pairs.items()}
+
+
+class Rounding:
+    """The errors of models here and in transformers, added up by precision and quantity."""
+
+    def __init__(self) -> None:
+        self.here: dict[tuple[torch.dtype, str], float] = defaultdict(float)
+        self.there: dict[tuple[torch.dtype, str], float] = defaultdict(float)
+
+    def compare(self, model: GPT, theirs: Any, tokens: Tensor, renamed: Callable[[GPT], dict[str, Tensor]]) -> Learned:
+        """Add the errors for these tokens; returns the exact result."""
+        with InDouble():
+            exact = learned_there(deepcopy(theirs).double(), tokens)
+        assert exact.logits.dtype == torch.float64
+        assert exact.logits.std() > 0.1
+        nearest = torch.finfo(torch.float32).eps / 2 * exact.loss.item()  # the loss is in fp32
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            here = learned_here(model, tokens, dtype, renamed).distances(exact)
+            there = learned_there(deepcopy(theirs).to(dtype), tokens).distances(exact)
+            there["loss"] = max(there["loss"], nearest)
+            for name in here:
+                self.here[dtype, name] += here[name]
+                self.there[dtype, name] += there[name]
+        return exact
+
+    def is_alike(self) -> bool:
+        return len(self.here) == 9 and all(self.here[key] <= 2 * self.there[key] for key in self.here)
+
+
+def learned_there(model: Any, tokens: Tensor) -> Learned:
+    out = model(tokens, labels=tokens, use_cache=False)
+    out.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Learned(out.logits.detach(), out.loss.detach(), gradients)
+
+
+def learned_here(
+    model: GPT, tokens: Tensor, dtype: torch.dtype, renamed: Callable[[GPT], dict[str, Tensor]]
+) -> Learned:
+    model = deepcopy(model)
+    targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], dim=1)
+    with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+        logits, loss = model(tokens).detach(), model(tokens, targets)
+    loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad
+    return Learned(logits, loss.detach(), renamed(model))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_models_of_transformers_learn_the_same_here_and_are_written_as_they_were(kind, tmp_path):
+    tokens = torch.randint(VOCAB, (2, T), generator=torch.Generator().manual_seed(1))
+    rounding = Rounding()
+    for theirs, folder in folders(kind, tmp_path):
+        model = read(folder)
+        exact = rounding.compare(model, theirs, tokens, lambda model: describe(model, 0.0).tensors)
+        torch.testing.assert_close(model(tokens).double(), exact.logits, rtol=1e-4, atol=2e-5)
+
+        described, stored = describe(model, 0.0), theirs.state_dict()
+        assert described.config["model_type"] == kind
+        kept = {name for name in stored if not (name == "lm_head.weight" and model.config.tied)}
+        assert {name for name in described.tensors if described.tensors[name].any() or name in kept} == kept
+        assert all(torch.equal(described.tensors[name], stored[name]) for name in kept)
+    assert rounding.is_alike()
+
+
+def test_the_preset_of_nanochat_learns_as_the_model_of_transformers_does():
+    """The model rotates queries and keys in the other direction: the same as exchanging the halves of each head."""
+
+    def exchanged(model: GPT) -> dict[str, Tensor]:
+        family = Family("nanochat", "NanoChatForCausalLM", BEFORE | {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"})
+        tensors = renamed(model, family)
+        for name in [name for name in tensors if "q_proj" in name or "k_proj" in name]:
+            tensors[name] = tensors[name].unflatten(0, (heads, 2, -1)).flip(1).flatten(0, 2)
+        return tensors
+
+    heads, rounding = 4, Rounding()
+    sizes = ["model.n_layers=2", f"model.n_heads={heads}", "model.n_embd=32", "seq_len=64", "device=cpu"]
+    config = to_config(composed(["model=nanochat", *sizes]))
+    for seed in range(SHAPES):
+        model = build_model(config, VOCAB, torch.device("cpu"), World()).eval()
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter[:VOCAB].add_(0.2 * torch.randn_like(parameter[:VOCAB]))
+        shape = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": heads}
+        options = transformers.NanoChatConfig(vocab_size=VOCAB, pad_token_id=None, **shape)
+        theirs = transformers.NanoChatForCausalLM(options).eval()
+        theirs.load_state_dict(exchanged(model))
+        rounding.compare(model, theirs, torch.randint(VOCAB, (2, T)), exchanged)
+    assert rounding.is_alike()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_with_a_cache_they_continue_as_transformers_does(kind, tmp_path):
+    prompt = torch.randint(VOCAB, (1, 9), generator=torch.Generator().manual_seed(2))
+    for theirs, folder in folders(kind, tmp_path):
+        (expected,) = theirs.generate(prompt, max_new_tokens=20, do_sample=False).tolist()
+        if len(set(expected[9:])) <= 2:  # some repeat a token again and again
+            continue
+        request = Request(prompt[0].tolist(), 20)
+        for _ in Engine(read(folder), [request], Sampling(0.0)).run():
+            pass
+        assert request.tokens == expected[9:]
+        return
+    pytest.fail("every model repeats itself")
+
+
+def test_a_scaling_without_its_original_length_begins_at_the_longest_input(tmp_path):
+    content = {
+        "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9,
+        "intermediate_size": 24, "max_position_embeddings": 128, "rope_scaling": {"type": "yarn", "factor": 4.0},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    scaling = start_from(str(tmp_path)).settings.model.rope_scaling
+    assert (scaling.kind, scaling.factor, scaling.original) == (Scaling.yarn, 4.0, 128)
+
+
+def test_a_run_starts_from_a_folder_and_the_command_line_may_change_what_has_no_weights(tmp_path):
+    _, folder = next(folders("gemma2", tmp_path))
+    (folder / "tokenizer.json").write_text("{}")
+    overrides = with_start([f"init_from={folder}", "model.dropout=0.1", "seq_len=32"])
+    config = to_config(composed(overrides))
+    start = start_from(str(folder))
+    assert replace(config.model, dropout=0.0) == start.settings.model
+    assert (config.score, config.data.tokenizer) == (start.settings.score, str(folder / "tokenizer.json"))
+    assert (config.model.dropout, config.seq_len) == (0.1, 32)
+    assert not list(init_mistakes(config))
+    torch.manual_seed(0)
+    model = build_model(config, VOCAB, torch.device("cpu"), World())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), read(folder).parameters(), strict=True))
+    with_score = to_config(composed(with_start([f"init_from={folder}", "score=causal"])))
+    assert with_score.score == Config().score
+    (sentence,) = init_mistakes(to_config(composed([*overrides, "model.norm_place=before"])))
+    assert sentence.endswith("has model.norm_place=both, and the model before; set model.norm_place=both.")
+
+
+@pytest.mark.usefixtures("forked")
+def test_loading_takes_memory_for_the_model_and_one_tensor(tmp_path):
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = transformers.LlamaConfig(**shape, num_key_value_heads=8, vocab_size=VOCAB)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "tests.recipe.infer.loading_memory", str(tmp_path)]
+    found = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    assert found["weights"] > 50 << 20
+    assert found["weights"] * 0.95 < found["taken"] < found["weights"] + found["largest"] + (8 << 20)

@@ -1,0 +1,167 @@
+"""Weights from Hugging Face's GPT-2, against transformers itself; tests/recipe/infer/ has the way back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import AttentionConfig, build_attention
+from model.config import GPTConfig, Positions
+from model.gpt import GPT
+from model.score import ScoreConfig, layer_scores
+from recipe.infer.huggingface.loading import folder_mistakes
+from recipe.infer.huggingface.loading import load as load_gpt2
+from recipe.infer.huggingface.settings import WeightsError, read_settings
+
+transformers = pytest.importorskip("transformers")
+
+CONFIG = GPTConfig(n_layers=3, n_heads=4, n_embd=64, bias=True)
+VOCAB, POSITIONS = 487, 32  # as GPT-2's 50,257, no multiple of 64
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
+    "vocab_size": 99, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def build(config: GPTConfig = CONFIG, vocab_size: int = VOCAB, seq_len: int = POSITIONS) -> GPT:
+    return GPT(config, vocab_size, seq_len, build_attention(AttentionConfig())).eval()
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    """A small GPT-2 of transformers, every parameter random: fresh ones have biases of zero and norms of one."""
+    torch.manual_seed(0)
+    shape = transformers.GPT2Config(n_layer=3, n_head=4, n_embd=64, vocab_size=VOCAB, n_positions=POSITIONS)
+    model = transformers.GPT2LMHeadModel(shape).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(gpt2, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("gpt2")
+    gpt2.save_pretrained(path)
+    return path
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCAB, (2, POSITIONS), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_loaded_weights_give_the_logits_of_transformers(gpt2, folder):
+    model = build()
+    load_gpt2(model, str(folder))
+    theirs = gpt2(tokens()).logits
+    assert theirs.std() > 0.5
+    torch.testing.assert_close(model(tokens()), theirs, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_shorter_model_takes_the_first_positions(gpt2, folder):
+    model = build(seq_len=8)
+    load_gpt2(model, str(folder))
+    torch.testing.assert_close(model(tokens()[:, :8]), gpt2(tokens()[:, :8]).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ({"config": replace(CONFIG, n_layers=2)}, r"model.n_layers=3, and the model 2; set model.n_layers=3\."),
+        ({"config": replace(CONFIG, n_heads=8)}, r"set model.n_heads=4\."),
+        ({"config": replace(CONFIG, n_kv_heads=2)}, r"set model.n_kv_heads=4\."),
+        ({"config": replace(CONFIG, n_embd=128)}, r"set model.n_embd=64\."),
+        ({"config": replace(CONFIG, bias=False)}, r"set model.bias=true\."),
+        ({"config": replace(CONFIG, positions=Positions.rotary)}, r"set model.positions=learned\."),
+        ({"vocab_size": 257}, r"487 tokens, and the data's tokenizer 257; GPT-2's own is data.tokenizer=gpt2\."),
+        ({"seq_len": 64}, r"32 positions, fewer than seq_len=64"),
+    ],
+)
+def test_weights_of_another_model_are_refused_with_the_override_that_fits(folder, model, sentence):
+    with pytest.raises(WeightsError, match=sentence):
+        load_gpt2(build(**model), str(folder))
+
+
+def test_all_mistakes_are_reported_at_once(folder):
+    wrong = replace(CONFIG, n_layers=2, n_heads=8, bias=False, qk_norm=True)
+    found = list(folder_mistakes(str(folder), wrong, layer_scores(ScoreConfig(sinks=True), 2), 64, 257))
+    for named in ("model.n_layers=3", "model.n_heads=4", "model.qk_norm=false", "score.sinks=false", "model.bias=true"):
+        assert sum(f"set {named}." in sentence for sentence in found) == 1
+    assert len(found) == 7  # and the tokenizer, and the positions
+    with pytest.raises(WeightsError) as raised:
+        load_gpt2(build(config=replace(wrong, bias=True), seq_len=64), str(folder))
+    assert len(str(raised.value).splitlines()) == 4  # layers, heads, qk_norm, positions
+    assert not list(folder_mistakes(str(folder), CONFIG, layer_scores(ScoreConfig(), 3), 16, None))
+    assert not list(folder_mistakes("gpt2", wrong, layer_scores(ScoreConfig(), 2), 64, 257))  # of the hub: later
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, r"type mixtral with experts \(num_local_experts=8\)"),
+        ({"model_type": "llama", "hidden_size": 64}, "has num_hidden_layers=None"),
+        ({"model_type": "llama", "hidden_act": "relu"}, "has hidden_act=relu; a model here computes hidden_act=silu"),
+        ({"model_type": "llama", "quantization_config": {"bits": 4}}, "has a quantization_config"),
+        (LLAMA | {"mlp_bias": True}, "mlp_bias=true and attention_bias=false"),
+        (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "has rope_type=dynamic"),
+        (LLAMA | {"num_attention_heads": 3}, r"describes no model: model.n_embd=64 is not a multiple"),
+    ],
+)
+def test_a_folder_whose_model_no_block_here_computes_is_refused_by_name(content, named):
+    with pytest.raises(WeightsError, match=named):
+        read_settings(content, "some-folder")
+
+
+def test_a_file_a_run_and_a_folder_that_is_not_there_are_named(folder, tmp_path):
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    for source, named in (
+        (folder / "model.safetensors", "is a file; name the folder"),
+        (tmp_path / "no", "is no folder"),
+        (tmp_path / "run", "is a run folder; continue it with resume="),
+    ):
+        (sentence,) = folder_mistakes(str(source), CONFIG, (), 16, None)
+        assert named in sentence
+
+
+def test_a_gpt2_that_computes_something_else_is_refused(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    for change, named in (
+        ({"activation_function": "relu"}, "activation_function=relu"),
+        ({"n_inner": 7}, "set model.mlp_width=7"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(WeightsError, match=named):
+            load_gpt2(build(), str(tmp_path))
+
+
+def test_missing_damaged_and_pickled_weights_are_named(folder, tmp_path):
+    with pytest.raises(WeightsError, match="needs a readable config"):
+        load_gpt2(build(), str(tmp_path))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(WeightsError, match=r"which has pytorch_model\.bin;"):
+        load_gpt2(build(), str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(WeightsError, match="cannot be read"):
+        load_gpt2(build(), str(tmp_path))
+
+
+def test_a_name_that_the_hub_does_not_give_is_named():
+    def no_network(*_, **__):
+        raise ConnectionError("Cannot reach the hub\nlong advice")
+
+    with pytest.raises(WeightsError, match=r"init_from=gpt2 is not a folder here.*\(Cannot reach the hub\)"):
+        load_gpt2(build(), "gpt2", download=no_network)
+
+
+def test_a_name_is_fetched_from_the_hub(folder):
+    load_gpt2(build(), "small-gpt2", download=lambda name, **_: {"small-gpt2": str(folder)}[name])

@@ -1,0 +1,391 @@
+"""Every configuration file composes, every override is typed, and every mistake ends in one sentence."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from attention import IMPLEMENTATIONS, AttentionConfig, Score, build_attention
+from model.counting import num_parameters
+from model.gpt import GPT
+from model.score import layer_scores
+from recipe import CONF
+from recipe.errors import UserError, fail
+from recipe.run import compose
+from recipe.run.check import mistakes
+from recipe.run.config import Config, ConfigError, as_plain, keys
+from recipe.run.launch import prepare
+from recipe.run.wording import expected
+from recipe.training.optimizer import OPTIMIZERS, SCHEDULES
+from tests import toy_llama
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
+
+
+def composed(*overrides: str) -> Config:
+    return compose.to_config(compose.composed(list(overrides)))
+
+
+def covering(jobs: list[list[str]]) -> Iterator[list[str]]:
+    """Jobs among which every value of a sweep occurs: few of all its combinations."""
+    seen: set[str] = set()
+    for job in jobs:
+        if not seen.issuperset(job):
+            seen |= set(job)
+            yield job
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_every_file_of_every_group_composes(file: Path, tmp_path: Path) -> None:
+    group, name = str(file.parent), file.stem
+    (tmp_path / "notes.txt").write_text("some text")
+    overrides = [f"{group}={name}", *([f"data.path={tmp_path}"] if name == "text" else [])]
+    if name == "chat":
+        toy_llama.tokenizer().save_pretrained(tmp_path)
+        path = toy_llama.write_lines(tmp_path / "chats.jsonl", toy_llama.conversations(2))
+        overrides += [f"data.path={path}", f"data.tokenizer={tmp_path / 'tokenizer.json'}"]
+    if group == "experiment":
+        for job in covering(compose.jobs(overrides)):
+            assert not list(mistakes(composed(*job)))
+    else:
+        config = composed(*overrides)
+        if name not in ("flash", "flex", "varlen", "fa4") or torch.cuda.is_available():
+            assert not list(mistakes(config))
+        if group not in ("tracking", "arm"):  # an arm is any overrides
+            assert getattr(config, group).name == name
+
+
+@pytest.mark.parametrize("name", [file.stem for file in FILES if file.parent == Path("experiment")])
+def test_every_experiment_may_be_cut_to_three_steps(name: str) -> None:
+    job = compose.jobs([f"experiment={name}", "training.steps=3"])[0]
+    assert not list(mistakes(composed(*job)))
+
+
+@pytest.mark.parametrize("file", [*FILES, Path("config.yaml")], ids=str)
+def test_every_file_opens_with_the_command_that_uses_it(file: Path) -> None:
+    lines = [line for line in (CONF / file).read_text().splitlines() if not line.startswith("# @package")]
+    assert lines[0].startswith("# python train.py")
+    if file != Path("config.yaml"):
+        assert f"{file.parent}={file.stem}" in lines[0]
+
+
+def test_names_in_the_groups_are_those_of_the_registries() -> None:
+    for group, names in (("attention", IMPLEMENTATIONS), ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+        files = {file.stem: yaml.safe_load((CONF / file).read_text()) for file in FILES if file.parent == Path(group)}
+        assert set(files) == set(names)
+        assert all(content["name"] == stem for stem, content in files.items())
+
+
+def test_values_in_the_files_are_the_defaults_of_the_code() -> None:
+    assert as_plain(composed()) == as_plain(Config())
+
+
+def test_gpt2_presets_have_the_sizes_of_the_paper() -> None:
+    # Radford et al. 2019, table 2, with heads of 64 channels.
+    sizes = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280), "gpt2-xl": (48, 1600)}
+    for name, (n_layers, n_embd) in sizes.items():
+        config = composed(f"model={name}")
+        model, lr = config.model, config.optimizer.lr
+        assert (model.name, model.n_layers, model.n_embd, model.n_embd // model.n_heads) == (name, n_layers, n_embd, 64)
+        assert not model.bias
+        assert 2e-4 <= lr <= 6e-4
+        assert composed("optimizer.lr=1e-3", f"model={name}").optimizer.lr == 1e-3
+
+
+def test_presets_have_as_many_parameters_as_their_originals() -> None:
+    # Of the published weights, with the tokenizer's tokens; nanochat's by its formula, 2 V C + 12 L C^2.
+    published = {
+        "llama": (32_000, 162_417_408),
+        "llama-1b": (128_256, 1_235_814_400),
+        "qwen3": (151_936, 596_049_920),
+        "gemma2": (256_000, 2_614_341_888),
+        "olmo2": (100_352, 1_484_916_736),
+        "nanochat": (65_536, 2 * 65_536 * 768 + 12 * 12 * 768**2),
+    }
+    for name, (tokens, parameters) in published.items():
+        with torch.device("meta"):
+            model = GPT(composed(f"model={name}").model, tokens, 16, build_attention(AttentionConfig()))
+        assert (name, num_parameters(model)) == (name, parameters)
+
+
+MISTAKES = {
+    "atention=flash": "atention=flash .* did you mean attention?",
+    "model.n_head=4": "did you mean model.n_heads?",
+    "+training.step=4": "did you mean training.steps?",
+    "training=4": "no training",
+    "lr=3": "did you mean optimizer.lr?",
+    "attention.window=8": "there is no attention.window; did you mean score.window",
+    "=4": "^=4 is not an override",
+    "dropout=0.1": "did you mean attention.dropout or model.dropout?",
+    "--attention=flash": "--attention=flash is not a flag of train.py; overrides have no dashes: key=value",
+    "~attention": "~attention would leave attention without a value",
+    "attention": "attention is not an override; write key=value",
+    "attention=flesh": "attention=flesh is not known; choose one of .*naive, .*tiled",
+    "attention.name=flesh": "attention=flesh is not known",
+    "model=7": "model=7 has to name a file",
+    "score=null": "score=null has to name a file",
+    f"data={ROOT}/README.md": "data=.*README.md is not known; .*, text; to train on your text, use .*README.md",
+    "seq_len=abc": "seq_len=abc is not a whole number",
+    "seq_len=1.5": "seq_len=1.5 is not a whole number",
+    "seq_len=null": "seq_len=null is not a whole number",
+    "optimizer.lr=fast": "optimizer.lr=fast is not a number",
+    "training.compile=maybe": "training.compile=maybe is not true or false",
+    "training.precision=bf8": "training.precision=bf8 is not one of auto, fp32, bf16, fp16",
+    "optimizer.betas=3": r"optimizer.betas=3 is not a list of numbers, such as \[0.9,0.99\]",
+    "optimizer.muon_lr=0.1": "optimizer.muon_lr=0.1 has no effect with optimizer=adamw; choose optimizer=muon",
+    "optimizer.betas=[0.9]": "must be two numbers",
+    "seed=-1": "seed=-1 must lie between 0",
+    "seq_len=0": "seq_len=0 must be at least 1",
+    "training.steps=-1": "training.steps=-1 must be at least 1",
+    "training.eval_every=-1": "training.eval_every=-1 must be at least 0",
+    "training.residual_in_fp32=false device=cpu": r"no effect in fp32 \(.*=auto on cpu\); .*training.precision=bf16",
+    "training.mlp_in_fp8=true device=cpu": "^training.mlp_in_fp8=true needs training.precision=bf16; set that, or",
+    "training.mlp_in_fp8=true device=cpu training.precision=bf16 model.mlp=relu2": "needs model.mlp=gelu.* is relu2",
+    "training.mlp_in_fp8=true training.precision=bf16 model.mlp_width=520": "16 for model.mlp_width, and this is 520",
+    "training.batch_tokens=1000": "is not a multiple of the 1536 .* use training.batch_tokens=1536",
+    "schedule.warmup_steps=3000": "schedule.warmup_steps=3000 must lie between 0 and .*=1200; .*_steps=auto",
+    "schedule.warmup_steps=-1": "schedule.warmup_steps=-1 must lie between 0",
+    "schedule.warmup_steps=soon": "schedule.warmup_steps=soon is not a whole number or auto",
+    "schedule.warmup_steps=1.5": "schedule.warmup_steps=1.5 is not a whole number or auto",
+    "-m hydra/launcher=slurm seed=1,2": "needs a machine of a Slurm cluster|pip install",
+    "training.cpu_threads=0": "training.cpu_threads=0 must be at least 1, or null",
+    "training.cpu_memory_gib=-1": "training.cpu_memory_gib=-1.0 must be above 0, or null",
+    "hydra.run.dir=/proc/run": "hydra.run.dir=/proc/run cannot be written, because of /proc .*; name another folder",
+    f"hydra.run.dir={ROOT}/Makefile": "hydra.run.dir=.*Makefile cannot be written, .*Not a directory",
+    f"hydra.run.dir={ROOT}/Makefile/below": "hydra.run.dir=.*below cannot be written, .*Not a directory",
+    "-m hydra.sweep.dir=/proc/sweep seed=1,2": "hydra.sweep.dir=/proc/sweep cannot be written",
+    "training.steps=1e6": "training.steps=1000000.0 is not a whole number; write training.steps=1000000",
+    "optimizer.lr=-1": "^optimizer.lr=-1.0 must be above 0 and finite, such as optimizer.lr=1e-3",
+    "optimizer.eps=0": "^optimizer.eps=0.0 must be above 0",
+    "optimizer.clip=-1": "^optimizer.clip=-1.0 must not be negative",
+    "model.n_heads=7 model.n_embd=64": "model.n_embd=64 is not a multiple of model.n_heads=7; .* 1, 2, 4",
+    "model.dropout=1": "model.dropout=1",
+    "attention.dropout=1.5": "attention.dropout=1.5",
+    "optimizer.lr=0": "optimizer.lr=0",
+    "attention=sdpa attention.dropout=0.1": "attention.rng=torch",
+    "data=text": "set data.path",
+    "data=text data.path=~/no/notes.txt": f"data.path={Path.home()}/no/notes.txt does not exist",
+    "data=mqar seq_len=16": "data=mqar needs seq_len=32 or more, and seq_len=16 is less",
+    "data=mqar data.tokenizer=gpt2": "data.tokenizer=gpt2 has no effect with data=mqar",
+    "data=mqar data.documents=mask": "data.documents=.*mask has no effect with data=mqar",
+    "parity.reference=foo": "parity.reference=foo is not known; choose one of .*naive",
+    "probes=[mqr]": "probes=mqr is not known; choose among mqar, .*, position_loss",
+    "probes=mqar": r"probes=mqar is not a list of names, such as \[mqar,position_loss\]",
+    "probes=[mqar] training.eval_every=0": "probes are measured with every evaluation, .*eval_every=0 has none",
+    "data.path=notes.txt": "data.path=notes.txt has no effect with data=stdlib",
+    "device=gpu": "device=gpu is not known; choose one of auto, cpu, cuda",
+    "device=cuda": "device=cuda needs a CUDA GPU, .* use device=cpu",
+    "training.memory_snapshot=true device=cpu": "training.memory_snapshot",
+    "parity.every=-1": "parity.every=-1",
+    "parity.every=9 parity.reference=foo": "^parity.reference=foo is not known; choose one of naive, ",
+    "parity.every=9 parity.reference=flex device=cpu": "^parity.reference=flex cannot stand beside .* no backward pass",
+    "data=text data.path=/dev/null": "^data.path=/dev/null is neither a file nor a folder",
+    "score=window score.window=0": "^score.window=0 must be at least 1",
+    "score.window=wide": "score.window=wide is not a whole number",
+    "score.soft_cap=-1": "^score.soft_cap=-1.0 must be positive",
+    "score.learned=3": "score.learned=3 is not a mapping",
+    'score.formula="s+bias[h,i-j]" score.learned.bias=[h,16]': "index i - j reaches 127, and bias has 16 entries",
+    'score.formula="s*a[h]" score.tensors.a=[1,2]': r"takes a \(head,\) with 4 along head; got \(2,\)",
+    "score.layers=3": r"score.layers=3 is not a list with an entry for each layer",
+    "score.layers={window:4}": r"^score.layers={window:4} is not a list with an entry for each layer",
+    "score.layers=[3,{}]": r"^score.layers=\[3,{}\] is not a list with an entry for each layer",
+    "score.layers=[{},{},{}]": "score.layers has 3 entries, which do not divide model.n_layers=4",
+    "score.layers=[{span:3},{}]": "score.layers has span=3",
+    "score=sinks attention=sdpa": "attention=sdpa does not support score.sinks=true; .* attention=tiled",
+    "score=sinks attention.backend=math attention=sdpa": "does not support score.sinks=true",
+    "attention=flash attention.precision=fp8": "attention.precision=fp8 is for evaluation and inference",
+    "attention=flex device=cpu": "attention=flex has no backward pass on a CPU",
+    "data=shakespeare data.documents=mask": "documents=mask has no effect .* one document; use data.documents=ignore",
+    "data.documents=join": "data.documents=join is not one of ignore, mask, restart",
+    "resume=nowhere": "resume=nowhere is not a run folder",
+    "attention=naive,tiled": "attention=naive,tiled is more than one value; add -m",
+    "-m --cfg job": "-m cannot be combined with --cfg",
+    "--experimental-rerun config.pickle": "would run code from a pickled file; use resume=<run folder>",
+    "-m atention=naive,tiled": "did you mean attention?",
+    "-m attention=naive,flesh": "attention=flesh is not known",
+    "-m model.n_heads=4,7": "not a multiple of model.n_heads=7",
+    "-m seq_len=128,abc": "seq_len=abc is not a whole number",
+    "-m optimizer.lr=interval(0.001,0.01)": r"^optimizer.lr=interval\(.* all numbers of an interval, .*range\(1,9,2\)",
+    "-m attention=glob(no*)": r"^attention=glob\(no\*\) finds nothing: .*conf/attention/ has .*flash, .*naive",
+    "-m seed=glob(*)": r"^seed=glob\(\*\) finds nothing: .* seed names no file",
+    "-m seed=range(0,1000000000)": "^The sweep has more than 10,000 jobs; take fewer values",
+    "experiment=parity model.n_heads=7": "not a multiple of model.n_heads=7",
+}
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), MISTAKES.items(), ids=list(MISTAKES))
+def test_a_mistake_is_refused_before_anything_is_done(arguments, sentence, here) -> None:
+    if arguments == "device=cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA GPU here")
+    with pytest.raises(UserError, match=sentence) as raised:
+        prepare(arguments.split())
+    assert "\n" not in str(raised.value)
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["-m", "seed=1,2"], ["experiment=break_it"]])
+def test_ranks_that_would_each_start_a_sweep_are_refused(arguments, here, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 ranks were started; start it without torchrun"):
+        prepare([*arguments, "device=cpu"])
+    assert not list(here.iterdir())
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("arguments", [["atention=flash", "model.n_heads=7", "seed=-1"], ["-m", "seq_len=abc,4"]])
+def test_mistakes_end_the_command_with_their_sentences_alone(arguments: list[str], tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, ROOT / "train.py", *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    sentences = done.stderr.splitlines()
+    assert len(sentences) == (1 if "-m" in arguments else 3)
+    assert all(sentence.startswith("error: ") for sentence in sentences)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_formula_and_the_place_of_its_mistake_stand_below_one_error(here: Path, capsys) -> None:
+    with pytest.raises(ConfigError) as raised:
+        prepare(["seed=-1", 'score.formula="s + cosh(i)"'])
+    with pytest.raises(SystemExit):
+        fail(raised.value)
+    first, second, *place = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: seed=-1")
+    assert second.startswith("error: score.formula has no function cosh")
+    assert place == ["    s + cosh(i)", "        ^^^^"]
+
+
+def test_a_formula_has_quotes_on_the_command_line_and_none_in_a_file() -> None:
+    """A shell leaves the inner quotes to Hydra."""
+    line = shlex.split(
+        """'score.formula="s + bias[h, min(i - j, 127)]"' 'score.learned.bias={shape: [h, 128], init: 0}'"""
+    )
+    given, file = composed(*prepare(line)).score, composed("score=bias").score
+    assert given.formula == file.formula == "s + bias[h, min(i - j, 127)]"
+    assert given.learned == {"bias": {"shape": ["h", 128], "init": 0}}
+    assert "formula: s + bias" in (CONF / "score" / "bias.yaml").read_text()
+    for unquoted in ("score.formula=s * log(n)", "score.formula=s - t[h] * (i - j)"):
+        with pytest.raises(ConfigError, match=r"score\.formula"):
+            prepare([unquoted])
+
+
+def test_all_mistakes_are_reported_together(here: Path) -> None:
+    wrong = ["atention=flash", "model.n_head=4", "seq_len=abc", "optimizer=adam", "training.steps=2.5", "seed"]
+    wrong += ["optimizer.lr=-1", "optimizer.clip=-1", "training.batch_size=0", "model.n_heads=0", "model.dropout=2"]
+    wrong += ["data.max_tokens=0", "data.val_fraction=2"]
+    with pytest.raises(ConfigError) as raised:
+        prepare([*wrong, "training.log_every=5", "attention=tiled,naive"])
+    sentences = str(raised.value).splitlines()
+    assert len(sentences) == len(wrong) + 1
+    for override in [*wrong, "attention=tiled,naive"]:
+        assert sum(sentence.startswith(override) for sentence in sentences) == 1
+
+
+def test_a_pattern_names_files_of_conf(tmp_path: Path) -> None:
+    jobs = compose.jobs(["score=glob(*,exclude=[documents,g*])", "seed=1"])
+    names = {path.stem for path in (ROOT / "conf/score").glob("[!g]*.yaml")} - {"documents"}
+    assert [job[0] for job in jobs] == [f"score={name}" for name in sorted(names)]
+
+
+def test_an_override_that_a_later_one_replaces_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(["seed=1", "attention=naive", "seed=2", "seed=2", "attention=tiled"])
+    assert capsys.readouterr().err.splitlines() == [
+        "note: seed=1 is replaced by seed=2, which stands after it.",
+        "note: attention=naive is replaced by attention=tiled, which stands after it.",
+    ]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    prepare(["seed=1", "seed=2", "device=cpu"])
+    assert capsys.readouterr().err == ""
+
+
+def test_flags_may_stand_among_the_overrides(here: Path) -> None:
+    assert prepare(["model=tiny", "-m", "seed=1,2", "data=stdlib"]) == ["-m", "model=tiny", "seed=1,2", "data=stdlib"]
+
+
+def test_a_mistake_that_every_job_of_a_sweep_shares_is_reported_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        prepare(["-m", "attention=naive,tiled", "seed=1,-2", "training.steps=0", "optimizer.lr=fast"])
+    assert sorted(sentence.split(" ")[0] for sentence in str(raised.value).splitlines()) == [
+        "optimizer.lr=fast", "seed=-2", "training.steps=0"
+    ]  # fmt: skip
+
+
+def test_a_sweep_is_refused_whole_if_one_of_its_scores_needs_a_text_of_several_documents(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("some text")
+    sweep = ["experiment=variants", "data=text", f"data.path={tmp_path}", "attention=naive", "seed=1"]
+    with pytest.raises(ConfigError) as raised:
+        prepare(sweep)
+    [sentence] = str(raised.value).splitlines()
+    assert "data.documents=mask has no effect" in sentence
+    assert "choose another score=" in sentence
+    assert prepare([*sweep, "score=causal,window"])
+
+
+def test_every_key_of_the_configuration_has_a_description_of_its_values() -> None:
+    assert all(expected(key) for key in keys())
+
+
+def test_overrides_reach_the_parts_with_their_types() -> None:
+    config = composed("attention=tiled", "attention.block_q=32", "optimizer.betas=[0.8,0.9]", "training.precision=bf16")
+    assert (config.attention.name, config.attention.block_q, config.attention.block_k) == ("tiled", 32, 64)
+    assert list(config.optimizer.betas) == [0.8, 0.9]
+    assert as_plain(config)["training"]["precision"] == "bf16"
+
+
+def test_a_preset_of_scores_is_changed_by_single_values() -> None:
+    windowed, full = Score(window=1024, soft_cap=50.0), Score(soft_cap=50.0)
+    gemma = composed("score=gemma2", "score.window=1024").score
+    assert layer_scores(gemma, 4) == (windowed, full, windowed, full)
+    own = composed("score=window", "score.layers=[{window:8},{sinks:true}]").score
+    assert layer_scores(own, 2) == (Score(window=8), Score(window=64, sinks=True))
+
+
+def test_a_sweep_has_every_combination_and_its_values_replace_those_of_the_experiment() -> None:
+    jobs = compose.jobs(["attention=naive,tiled", "seed=1,2", "seq_len=64"])
+    assert len(jobs) == 4
+    assert ["attention=tiled", "seed=1", "seq_len=64"] in jobs
+    swept = compose.jobs(["experiment=parity", "seed=5"])
+    assert {tuple(o for o in job if o.startswith("seed=")) for job in swept} == {("seed=5",)}
+    assert len(swept) > 1
+
+
+@pytest.mark.usefixtures("forked")
+def test_help_names_groups_choices_and_overrides(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "attention: " in done.stdout
+    assert ", tiled" in done.stdout
+    # Every override that the help text mentions exists.
+    words = [word.strip("'").split("=") for word in done.stdout.split()]
+    mentioned = {name for name, *value in words if value and "." in name}
+    assert {name for name in mentioned if not name.startswith("hydra.")} <= set(keys())
+    assert len(mentioned) > 15
+
+
+def test_completion_offers_every_name_and_choice_without_importing_torch(tmp_path: Path) -> None:
+    def offered(word: str) -> set[str]:
+        query = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), "-sc", "query=bash"]
+        environment = os.environ | {"COMP_LINE": f"python train.py {word}"}
+        done = subprocess.run(query, env=environment, capture_output=True, text=True, check=True)
+        imported.append(done.stderr)
+        return set(done.stdout.split())
+
+    imported: list[str] = []
+    offered("s")  # writes the list of names, if the code has changed after the last one
+    assert {"seed=", "seq_len=", "score=", "score.", "schedule=", "schedule."} == offered("s")
+    assert {f"{key}=" for key in keys() if key.startswith("data.")} == offered("data.")
+    assert {"attention=tiled"} == offered("attention=t")
+    assert not any("torch" in line.split("|")[-1] for told in imported[1:] for line in told.splitlines())

@@ -1,0 +1,120 @@
+"""A refused command changes nothing: neither the run to resume, nor a running one, nor the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from recipe.run.recorded import read_config
+from recipe.run.run_folder import StillRunning, locked, read_overrides
+from tests.programs import contents, train
+
+SMALL = [
+    "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
+    "model.n_layers=1", "model.n_embd=16", "model.n_heads=2", "model.positions=rotary", "training.batch_size=4",
+    "training.eval_batches=1", "training.sample_tokens=0", "schedule=constant",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(here: Path) -> Path:
+    """The working directory: a text, and a run of three steps in `run`."""
+    shutil.copy(os.__file__, "text.txt")
+    assert train(*SMALL, "training.steps=3", "hydra.run.dir=run") == 0
+    return here
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, run = contents(folder), contents(folder / "run")
+    assert train("resume=run", "training.steps=6", "seq_len=64") == 1  # twice the tokens of a step
+    assert "set training.batch_tokens=" in capsys.readouterr().err
+    assert contents(folder) == before
+    Path("text.txt").write_text("Another text. " * 2000)
+    assert train("resume=run", "training.steps=6") == 1
+    assert "The text of data=text has changed" in capsys.readouterr().err
+    assert contents(folder / "run") == run
+    shutil.copy(os.__file__, "text.txt")
+    assert train("resume=run", "training.steps=5") == 0
+    assert train("resume=run") == 0
+    assert (read_config(Path("run")).seq_len, read_config(Path("run")).training.steps) == (32, 5)
+    assert "seq_len=64" not in read_overrides(Path("run"))
+
+
+def test_a_second_run_in_the_folder_of_one_that_runs_is_refused_and_changes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with locked(Path("run")):
+        before = contents(folder)
+        for arguments in (["resume=run", "seed=9"], [*SMALL, "seed=9", "hydra.run.dir=run", "resume=auto"]):
+            assert train(*arguments) == 1
+            assert "run belongs to a run that is still running" in capsys.readouterr().err
+        # Another run begins after the command line was checked.
+        monkeypatch.setattr("recipe.run.resume.check_not_running", lambda folder: None)
+        monkeypatch.setattr("recipe.run.resume.check_unused", lambda folder, config: None)
+        assert train(*SMALL, "seed=9", "hydra.run.dir=run") == 1
+        assert "still running" in capsys.readouterr().err
+        assert contents(folder) == before
+    assert train(*SMALL, "seed=9", "hydra.run.dir=run") == 1
+    assert "run already holds a run" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("name", [["hydra.run.dir=new"], []], ids=["named", "dated"])
+def test_a_run_that_is_refused_once_its_text_is_read_leaves_no_folder(
+    folder: Path, name: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(folder)
+    assert train(*SMALL, "seq_len=100000", *name) == 1
+    assert "lower seq_len" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
+def test_a_run_records_its_configuration_resolved_and_as_given(folder: Path) -> None:
+    assert train(*SMALL, "training.steps='${min:2,${seq_len}}'", "hydra.run.dir=other") == 0
+    assert "${" not in (folder / "other" / ".hydra" / "config.yaml").read_text()
+    assert read_config(folder / "other").training.steps == 2
+    assert read_overrides(folder / "other") == [*SMALL, "training.steps='${min:2,${seq_len}}'"]
+
+
+def test_a_formula_with_a_learned_tensor_is_trained_and_resumed(folder: Path) -> None:
+    formula = ['score.formula="s + bias[h, min(i - j, 31)]"', "score.learned.bias=[h,32]"]
+    assert train(*SMALL, *formula, "training.steps=2", "hydra.run.dir=learned") == 0
+    assert read_config(folder / "learned").score.learned == {"bias": ["h", 32]}
+    assert train("resume=learned", "training.steps=3") == 0
+
+
+def sweep_folder(folder: Path) -> None:
+    """multirun/0, as a sweep over two seeds leaves it whose first job is complete."""
+    assert train(*SMALL, "training.steps=3", "seed=1", "hydra.run.dir=sweep/0") == 0
+    (folder / "sweep" / "sweep.json").write_text('{"group": "g", "jobs": []}')
+    (folder / "sweep" / "multirun.yaml").write_text("seed: 1\n")
+
+
+def test_a_sweep_in_the_folder_of_another_is_refused_and_changes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep_folder(folder)
+    before = contents(folder)
+    assert train("-m", *SMALL, "training.steps=3", "seed=3,4", "hydra.sweep.dir=sweep") == 1
+    assert "sweep/0 holds the run of" in capsys.readouterr().err
+    assert contents(folder) == before
+    for running in ("sweep", "sweep/0"):
+        with locked(Path(running)):
+            before = contents(folder)
+            assert train("-m", *SMALL, "training.steps=3", "seed=1,2", "hydra.sweep.dir=sweep") == 1
+            assert f"{running} belongs to a run that is still running" in capsys.readouterr().err
+            assert contents(folder) == before
+
+
+def test_an_empty_folder_is_removed_after_a_refusal_and_one_with_files_is_kept(tmp_path: Path) -> None:
+    for content, kept in (([], False), (["notes.txt"], True)):
+        folder = tmp_path / f"with-{len(content)}"
+        folder.mkdir()
+        for name in content:
+            (folder / name).touch()
+        with pytest.raises(StillRunning), locked(folder):
+            raise StillRunning
+        assert folder.exists() is kept

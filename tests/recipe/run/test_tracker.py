@@ -1,0 +1,288 @@
+"""A run's records are right, and survive kills, resumes and full disks."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from recipe.run.metrics import MetricsFile, TrackingError, read_metrics
+from recipe.run.progress import ProgressLine, count, remaining_seconds
+from recipe.run.summary import draw_loss_curve, environment, git_state, write_summary
+from recipe.run.tracker import Tracker, TrackingConfig, TrackingMode
+from recipe.wording import duration
+from tests.limits import files_limited_to
+
+ROOT = Path(__file__).parents[3]
+DISABLED = TrackingConfig(mode=TrackingMode.disabled)
+
+
+def strict(line: str) -> dict[str, Any]:
+    """Parse JSON without Python's extensions."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def track(folder: Path, resume_step: int | None = None) -> Tracker:
+    return Tracker(folder, DISABLED, run_config={}, steps=100, resume_step=resume_step)
+
+
+def log_steps(file: MetricsFile, count: int) -> None:
+    for step in range(count):
+        file.append(step, {"train/loss": 1.0})
+
+
+def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (10, 20):
+        file.append(step, {"train/loss": 1 / step, "parity/worst_parameter": "wte.weight"})
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert strict(lines[-1]) == {"step": step, "train/loss": 1 / step, "parity/worst_parameter": "wte.weight"}
+
+
+def test_numbers_that_are_not_finite_are_words_that_float_reads(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append(
+        1, {"a": float("nan"), "b": float("inf"), "c": torch.tensor(-float("inf")), "d": None, "e": torch.tensor(3)}
+    )
+    record = strict((tmp_path / "metrics.jsonl").read_text())
+    assert record == {"step": 1, "a": "nan", "b": "inf", "c": "-inf", "d": None, "e": 3}
+    assert float(record["c"]) == -float("inf")
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    for step in (0, 10, 20, 30):
+        file.append(step, {"train/loss": 1.0})
+        file.append(step, {"val/loss": 2.0})
+    with path.open("a") as killed:
+        killed.write('{"step": 40, "train/lo')
+
+    resumed = MetricsFile(path, resume_step=20)
+    resumed.append(30, {"train/loss": 3.0})
+    lines = [strict(line) for line in path.read_text().splitlines()]
+    assert lines == [
+        *({"step": step, "train/loss": 1.0, "val/loss": 2.0} for step in (0, 10, 20)),
+        {"step": 30, "train/loss": 3.0},
+    ]
+
+
+def test_a_kill_while_resuming_loses_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log_steps(MetricsFile(path), 50)
+    before = path.read_bytes()
+
+    def killed(*_: Any) -> None:
+        assert path.read_bytes() == before
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        MetricsFile(path, resume_step=20)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_whole_lines_are_read_from_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "a": 1}\n\xff\xfe\n[1]\n{"a": 2}\nnull\n{"step": 3, "a": 3}\n{"step": 4, "a')
+    assert read_metrics(path) == [{"step": 1, "a": 1}, {"step": 3, "a": 3}]
+    assert read_metrics(tmp_path / "nowhere") == []
+
+
+def test_lines_reach_the_disk_within_half_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, syncs = 0.0, []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: syncs.append(now))
+    file = MetricsFile(tmp_path / "metrics.jsonl", clock=lambda: now)
+    for step in range(100):
+        now = float(step)
+        file.append(step, {})
+    assert syncs == [31.0, 62.0, 93.0]
+    file.close()
+    assert syncs[-1] == now
+
+
+def test_a_new_run_does_not_mix_with_an_older_one(tmp_path: Path) -> None:
+    MetricsFile(tmp_path / "metrics.jsonl").append(1, {})
+    with pytest.raises(TrackingError, match=rf"resume={tmp_path}.*hydra\.run\.dir"):
+        track(tmp_path)
+
+
+def test_a_step_before_the_last_is_refused(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append(10, {})
+    with pytest.raises(ValueError, match="step 9 is logged after step 10"):
+        file.append(9, {})
+
+
+def test_a_full_disk_is_one_clear_error_and_the_file_can_be_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    with files_limited_to(1000), pytest.raises(TrackingError, match=r"metrics\.jsonl could not be written .*resume="):
+        log_steps(file, 100)
+    whole = len(read_metrics(path))
+    assert whole > 10
+    MetricsFile(path, resume_step=99).append(99, {})
+    assert [strict(line)["step"] for line in path.read_text().splitlines()] == [*range(whole), 99]
+
+
+def test_a_finished_run_leaves_its_records_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "2026-11-20" / "12-00-00-naive"
+    with track(folder) as tracker:
+        for step in (50, 100):
+            tracker.log(step, {"train/loss": 2.0, "val/loss": 2.5})
+        tracker.finish({"status": "completed", "val_loss": float("nan")})
+    assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "summary.json", "loss.png"}
+    assert strict((folder / "summary.json").read_text()) == {"status": "completed", "val_loss": "nan"}
+    last = capsys.readouterr().out.splitlines()[-3:]
+    assert last[0].split() == ["run", "folder", str(folder)]
+    assert "metrics.jsonl" in last[1]
+    assert "loss.png" in last[2]
+
+
+def test_a_running_run_has_no_summary(tmp_path: Path) -> None:
+    with track(tmp_path) as tracker:
+        tracker.log(1, {})
+        tracker.finish({"status": "interrupted"})
+    assert (tmp_path / "summary.json").exists()
+    with track(tmp_path, resume_step=1):
+        assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_summary_is_replaced_in_one_step(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_summary(path, {"status": "interrupted"})
+    with files_limited_to(10), pytest.raises(OSError, match="File too large"):
+        write_summary(path, {"status": "completed"})
+    assert strict(path.read_text()) == {"status": "interrupted"}
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_the_environment_names_software_and_machine() -> None:
+    found = environment(torch.device("cpu"))
+    assert found["device"] == {"type": "cpu", "name": "cpu", "count": 1}
+    assert found["versions"]["torch"] == torch.__version__
+    assert set(found["versions"]) == {"python", "torch", "triton", "cuda"}
+    assert set(found["git"]) == {"commit", "dirty", "changes"}
+
+
+def test_git_state_is_commit_and_whether_files_differ_from_it(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    assert git_state(tmp_path / "nowhere") == {"commit": None, "dirty": None, "changes": None}
+    git("init", "-q")
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "-q", "-m", "first")
+    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False, "changes": None}
+    (tmp_path / "file").write_text("b")
+    assert git_state(tmp_path)["dirty"] is True
+    digests = {git_state(tmp_path)["changes"]}
+    (tmp_path / "rows.py").write_text("scale = 1")  # which git does not know
+    digests.add(git_state(tmp_path)["changes"])
+    (tmp_path / "rows.py").write_text("scale = 2")
+    digests.add(git_state(tmp_path)["changes"])
+    (tmp_path / "file").write_bytes(b"d\xe9j\xe0")  # not UTF-8
+    digests.add(git_state(tmp_path)["changes"])
+    assert len(digests) == 4
+    assert None not in digests
+
+
+def test_the_loss_curve_is_drawn_whatever_the_losses(tmp_path: Path) -> None:
+    draw_loss_curve([], tmp_path / "empty.png", "empty")
+    records = [{"step": s, "train/loss": "inf" if s == 3 else 1.0 / (s + 1)} for s in range(6)]
+    records += [{"step": 2, "val/loss": 0.5}, {"step": 5, "val/loss": "nan"}]
+    draw_loss_curve(records, tmp_path / "loss.png", "a run")
+    for name in ("empty.png", "loss.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_remaining_time_follows_the_recent_rate() -> None:
+    assert remaining_seconds([(0.0, 0)], 100) is None
+    assert remaining_seconds([(0.0, 10), (5.0, 10)], 100) is None
+    assert remaining_seconds([(0.0, 0), (2.0, 10), (10.0, 50)], 100) == pytest.approx(10.0)
+
+
+def test_numbers_are_written_for_people() -> None:
+    assert [duration(s) for s in (0.4, 65, 3599.6, 7384)] == ["0:00", "1:05", "1:00:00", "2:03:04"]
+    assert [count(n) for n in (950, 61_300, 1_234_000, 9.1e9)] == ["950", "61.3k", "1.23M", "9.10B"]
+
+
+def progress_line(terminal: bool, clock: Callable[[], float], width: int = 120) -> tuple[ProgressLine, io.StringIO]:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=width, highlight=False, _environ={})
+    return ProgressLine(200, console=console, clock=clock), output
+
+
+def test_a_log_gets_a_line_every_few_seconds_and_for_each_evaluation() -> None:
+    now = 0.0
+    line, output = progress_line(terminal=False, clock=lambda: now)
+    for step in range(10, 201, 10):
+        now += 1.0
+        metrics = {"train/loss": 2.0, "train/tokens": 1000 * step, "throughput/tokens_per_s": 61_300}
+        line.update(step, metrics | ({"val/loss": 2.25} if step == 50 else {}))
+    line.close()
+    shown = output.getvalue().splitlines()
+    assert shown[0] == "step  10/200  loss 2.0000  10.0k tokens, 61.3k/s  0:19 left"
+    assert shown[1] == "step  50/200  loss 2.0000  val 2.2500  50.0k tokens, 61.3k/s  0:15 left"
+    assert shown[-1] == "step 200/200  loss 2.0000  val 2.2500 @50  200.0k tokens, 61.3k/s"
+    assert [text.split()[1] for text in shown] == ["10/200", "50/200", "150/200", "200/200"]
+
+
+def test_the_whole_line_fits_a_terminal_of_80_columns() -> None:
+    line, output = progress_line(terminal=True, clock=iter([0.0, 3.0, 6.0]).__next__, width=80)
+    line.steps = 2000
+    line.update(1000, {"val/loss": 2.5})
+    line.update(1200, {"train/loss": 2.6, "train/tokens": 1.2e6, "throughput/tokens_per_s": 61_300})
+    line.close()
+    told = "step 1200/2000  loss 2.6000  val 2.5000 @1000  1.20M tokens, 61.3k/s  0:04 left"
+    assert told in output.getvalue()
+    assert len(told) == 79
+
+
+def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
+    now = 0.0
+    line, output = progress_line(terminal=True, clock=lambda: now)
+    now = 1.0
+    line.update(100, {"train/loss": 2.0})
+    line.print("a [warning]")
+    line.close()
+    assert "step 100/200  loss 2.0000  0:01 left" in output.getvalue()
+    assert "a [warning]" in output.getvalue()
+    assert output.getvalue().endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_a_reader_that_leaves_does_not_stop_the_run() -> None:
+    script = """
+from recipe.run.progress import ProgressLine
+line = ProgressLine(2)
+line.update(1, {"train/loss": 2.0})
+line.update(2, {"train/loss": 1.0})
+line.close()
+print("the end")
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,0 +1,129 @@
+"""Each layer's attention alone: a run's probe detects errors in bf16 that the whole model's rounding hides."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import attention
+from attention import AttentionConfig, Score
+from attention.naive import NaiveAttention
+from recipe.compare.layers import alone_worst
+from recipe.compare.runs import find_runs
+from recipe.training.parity import layers
+from recipe.training.parity.layers import Layers, part
+from recipe.training.parity.probe import summarise, wrong_alone
+from tests.attention.faults import probed, registered
+from tests.recipe.compare.synthetic import write_run
+from tests.right_attention import RIGHT
+from tests.wrong_attention import FAULTS, Fault
+
+# In bf16 the comparison of the whole model calls these equal to the reference.
+HIDDEN = (
+    "scale_off",
+    "keep_scale_off",
+    "last_key_gradient",
+    "hidden_tile_edge",
+    "rare_call",
+    "evaluation_alone",
+    "cap_without_derivative",
+    "rare_branch",
+    "last_tile_gradient",
+    "sums_in_bf16",
+    "alibi_off_by_one",
+)
+
+
+@pytest.fixture(autouse=True)
+def known():
+    with registered():
+        yield
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_is_caught_in_bf16(name: str, caplog: pytest.LogCaptureFixture):
+    count = 3 if name == "rare_call" else 1
+    found = probed(FAULTS[name], "bf16", count=count)
+    assert found["warned"] is not None
+    assert "times as far from fp64 as rounding explains" in caplog.text
+    if name in HIDDEN:
+        assert not found["whole_model"]
+
+
+HALVES = ("naive", "tiled in small tiles", "base_two")  # in the other half precision too
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*itertools.product(RIGHT, ("fp32", "bf16")), *((name, "fp16") for name in HALVES)]
+)
+def test_correct_attention_is_not_accused(name: str, dtype: str):
+    config = replace(RIGHT[name], dropout=0.0 if name == "sdpa" else 0.1)
+    found = probed(Fault(config, Score(sinks=name != "sdpa")), dtype, seed=7, count=1)
+    assert found["warned"] is None, found
+
+
+@pytest.mark.parametrize("formula", ["2 * s", "s * log(n + 1)", "s * log(n + 1) - 0.1 * (i - j)"])
+def test_attention_is_not_accused_of_a_formula_that_the_judge_does_not_know(formula: str):
+    found = probed(Fault(AttentionConfig("naive"), Score(formula=formula)), "fp32", count=1)
+    assert found["warned"] is None, found
+    assert found["layers"] == 0.0
+    assert not found["whole_model"]
+
+
+class TakesBf16Alone(NaiveAttention):
+    """Refuses other precisions, and the log-sum-exp."""
+
+    name = "takes_bf16_alone"
+
+    def attend(self, q, k, v, call):
+        if q.dtype is not torch.bfloat16:
+            raise RuntimeError("only bf16 is supported")
+        return super().attend(q, k, v, call)
+
+
+def test_precisions_in_which_layers_were_not_compared_are_recorded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(attention.IMPLEMENTATIONS, "takes_bf16_alone", TakesBf16Alone)
+    found = probed(Fault(AttentionConfig("takes_bf16_alone")), "bf16", count=1)
+    assert found["warned"] is None
+    assert found["layers_higher"] == 0.0
+    unseen = Layers(unseen={"fp32": "only bf16 is supported"}).metrics()
+    assert unseen["parity/attention_unseen"] == "fp32 (only bf16 is supported)"
+    assert "parity/attention_error_higher" not in unseen
+
+
+def test_long_sequences_are_compared_in_part():
+    cpu = torch.device("cpu")
+    assert part(4, 32, cpu) == (4, 32)
+    assert part(64, 128, cpu) == (4, 128)
+    assert part(8, 4096, cpu) == (1, 256)
+    assert layers.PAIRS["cpu"] == 256 * 256
+
+
+def test_an_error_above_what_rounding_explains_is_wrong():
+    metrics = {"parity/attention_error": 0.4, "parity/attention_error_higher": float("inf")}
+    assert wrong_alone(metrics | {"parity/attention_worst": "layer 1, training, fp32: dk"}) is not None
+    assert wrong_alone({"parity/attention_error": 1.0}) is None
+    assert wrong_alone({}) is None
+    found = wrong_alone({"parity/attention_error": 1.36e149, "parity/attention_worst": "layer 1, training, fp64: out"})
+    assert found == "layer 1, training, fp64: out is over a billion times as far from fp64 as rounding explains"
+
+
+def test_the_summary_and_the_report_keep_the_worst_of_every_check(tmp_path):
+    folder = write_run(tmp_path / "flash", "flash", 1, error="scale")
+    (run,) = find_runs([folder]).runs
+    alone = alone_worst([run])
+    assert alone is not None
+    assert alone.checks == 4
+    assert set(alone.errors) == {"bf16", "fp32"}
+    assert not alone.agrees
+    assert alone.sentences() == [
+        "Its attention alone is wrong: 40 times what rounding explains at step 100 (layer 3, training, fp32: dk of "
+        "sequence 0, head 1, key 31).",
+        "Not seen: the log-sum-exp (it is not returned).",
+    ]
+    summary = summarise(run.records)
+    assert summary is not None
+    assert summary["worst_attention_error_higher"] == alone.errors["fp32"]

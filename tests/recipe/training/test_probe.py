@@ -1,0 +1,273 @@
+"""The probe: its measurements, that it changes nothing, and that it detects exactly the wrong implementations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import attention
+from attention import (
+    Attention,
+    AttentionConfig,
+    AttentionOutput,
+    AttentionShape,
+    DropoutKey,
+    DropoutRng,
+    build_attention,
+)
+from attention.naive import NaiveAttention, masked_scores
+from attention.precision import accum_dtype
+from data.batches import Batch
+from model.config import GPTConfig, Recompute
+from model.gpt import GPT, Computation
+from model.mlps import MLP
+from recipe.training.parity import probe as parity
+from recipe.training.parity.fwd_bwd import fwd_bwd
+from recipe.training.parity.probe import (
+    ParityConfig,
+    ParityError,
+    ParityProbe,
+    beyond_rounding,
+    check_parity,
+    summarise,
+)
+from tests.wrong_attention import CLASSES, WRONG
+
+VOCABULARY, T, B = 65, 32, 4
+
+
+class KeysBackwards(NaiveAttention):
+    """Correct, with another order of sums: that of the keys from the last to the first, in two parts."""
+
+    name = "keys_backwards"
+
+    def attend(self, q, k, v, call):
+        scores = masked_scores(q, k, call).flip(3)
+        weights = scores.softmax(dim=-1, dtype=accum_dtype(v.dtype)).to(v.dtype)
+        parts = zip(weights.chunk(2, dim=3), v.flip(2).chunk(2, dim=2), strict=True)
+        return AttentionOutput(sum(part @ values for part, values in parts))
+
+
+class TooLarge(NaiveAttention):
+    """Runs out of memory for more than one sequence of 16 tokens."""
+
+    name = "too_large"
+
+    def attend(self, q, k, v, call):
+        if q.shape[0] * q.shape[2] > 16:
+            raise torch.OutOfMemoryError("a test's")
+        return super().attend(q, k, v, call)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    classes: list[type[Attention]] = [*CLASSES, KeysBackwards, TooLarge]
+    for cls in classes:
+        monkeypatch.setitem(attention.IMPLEMENTATIONS, cls.name, cls)
+
+
+def small_gpt(config: AttentionConfig, seed: int = 0, **kwargs) -> GPT:
+    torch.manual_seed(seed)
+    size = GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1)
+    return GPT(size, VOCABULARY, T, build_attention(config), **kwargs)
+
+
+def shape_in(dtype: torch.dtype) -> AttentionShape:
+    return AttentionShape(head_dim=16, n_heads=2, n_kv_heads=2, dtype=dtype, device=torch.device("cpu"))
+
+
+def probe_for(config: AttentionConfig, dtype: torch.dtype = torch.float32, reference: str = "naive") -> ParityProbe:
+    return ParityProbe(ParityConfig(every=1, reference=reference), config, shape_in(dtype))
+
+
+def batches(seed: int, count: int) -> Iterator[tuple[Batch, DropoutKey]]:
+    """A learnable text: a token is followed by two or three times its number."""
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(count):
+        tokens = torch.randint(1, VOCABULARY, (B, T + 1), generator=generator)
+        for t in range(T):
+            tokens[:, t + 1] = tokens[:, t] * torch.randint(2, 4, (B,), generator=generator) % VOCABULARY
+        key = DropoutKey(seed=seed, step=step, layer=0, first_sequence=0)
+        yield Batch(tokens[:, :-1], tokens[:, 1:]), key
+
+
+def train(
+    model: GPT, seed: int, steps: int, on_step: Callable[..., object] = lambda *_: None, lr: float = 3e-3
+) -> list[float]:
+    """A training loop in five lines; `on_step` sees each micro-batch before the update."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    losses = []
+    for batch, key in batches(seed, steps):
+        on_step(model, batch, key)
+        optimizer.zero_grad()
+        loss = model(batch.inputs, batch.targets, dropout_key=key)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_run_with_the_probe_is_bitwise_the_run_without_it():
+    config = AttentionConfig(dropout=0.1)
+    plain, probed = small_gpt(config), small_gpt(config)
+    probe = probe_for(config)
+    losses = train(plain, seed=1, steps=4)
+    assert train(probed, seed=1, steps=4, on_step=probe.measure) == losses
+    for a, b in zip(plain.parameters(), probed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_probe_leaves_gradients_generators_and_modes_as_they_were():
+    config = AttentionConfig(dropout=0.1)
+    model = small_gpt(config)
+    batch, key = next(batches(1, 1))
+    model(batch.inputs, batch.targets, dropout_key=key).backward()
+    gradients = [p.grad for p in model.parameters()]
+    values = torch.nn.utils.parameters_to_vector([g for g in gradients if g is not None])
+    names, state = list(model.state_dict()), torch.get_rng_state()
+    torch.set_float32_matmul_precision("high")
+    try:
+        probe_for(config).measure(model, batch, key)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert list(model.state_dict()) == names
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(torch.nn.utils.parameters_to_vector([g for g in gradients if g is not None]), values)
+
+
+def test_the_same_attention_with_the_same_masks_differs_by_nothing():
+    config = AttentionConfig(dropout=0.2)
+    measured = probe_for(config).measure(small_gpt(config), *next(batches(1, 1)))
+    assert measured["parity/loss_diff"] == measured["parity/logits_max_diff"] == measured["parity/grad_rel_err"] == 0
+    assert 0 < measured["parity/noise_grad_rel_err"] < 1e-5
+    assert 0 < measured["parity/noise_logits_max_diff"] < 1e-5
+    assert measured["parity/tokens"] == [4, 32]
+
+
+def test_the_probe_of_a_run_whose_mlp_is_in_fp8_sees_as_much_as_of_another():
+    config = AttentionConfig("keys_backwards")
+    results = []
+    for in_fp8 in (False, True):
+        model = small_gpt(config, computation=Computation(mlp_in_fp8=in_fp8, dtype=torch.bfloat16))
+        results.append(probe_for(config, torch.bfloat16).measure(model, *next(batches(1, 1))))
+        assert all(mlp.in_fp8 is in_fp8 for mlp in model.modules() if isinstance(mlp, MLP))
+    plain, measured = results
+    assert measured == plain
+    assert plain["parity/grad_rel_err"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.attention, Recompute.block])
+def test_a_pass_gives_the_loss_and_gradients_of_training(recompute: Recompute, dtype: torch.dtype):
+    """The independent reference is backward() on a model whose weights have that precision."""
+    config = AttentionConfig(dropout=0.1)
+    batch, key = next(batches(3, 1))
+    model = small_gpt(config, computation=Computation(recompute))
+    measured = fwd_bwd(model, batch, key, model.attend, dtype)
+    model = small_gpt(config).to(dtype)
+    model(batch.inputs, batch.targets, dropout_key=key).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(measured.gradients[name], p.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    # While scores are small the missing rescaling matters little: less than bf16's rounding.
+    [
+        (name, dtype)
+        for name in WRONG
+        for dtype in (torch.float32, torch.bfloat16)
+        if (name, dtype) != ("no_rescaling", torch.bfloat16)
+    ],
+)
+def test_a_wrong_implementation_is_beyond_rounding(name: str, dtype: torch.dtype):
+    model = small_gpt(WRONG[name])
+    train(model, seed=1, steps=40)
+    found = beyond_rounding(probe_for(WRONG[name], dtype).measure(model, *next(batches(2, 1))))
+    assert found is not None
+    assert "differs from the reference's" in found
+
+
+def test_a_correct_implementation_is_within_rounding_for_twenty_seeds():
+    config = AttentionConfig(name="keys_backwards")
+    for seed in range(20):
+        model = small_gpt(config, seed)
+        train(model, seed, steps=2)
+        measured = probe_for(config).measure(model, *next(batches(seed, 1)))
+        assert measured["parity/grad_rel_err"] > 0  # another order of sums is another rounding
+        assert beyond_rounding(measured) is None
+
+
+def test_nan_is_beyond_rounding():
+    config = AttentionConfig()
+    measured = probe_for(config).measure(small_gpt(config), *next(batches(1, 1)))
+    assert beyond_rounding(measured) is None
+    assert beyond_rounding(measured | {"parity/grad_rel_err": math.nan}) is not None
+
+
+def test_a_reference_that_runs_out_of_memory_gets_fewer_tokens_with_a_note(caplog: pytest.LogCaptureFixture):
+    probe = probe_for(AttentionConfig(), reference="too_large")
+    model, micro_batch = small_gpt(AttentionConfig()), next(batches(1, 1))
+    assert probe.measure(model, *micro_batch)["parity/tokens"] == [1, 16]
+    assert "comparing 1 of 16" in caplog.text
+    caplog.clear()
+    assert probe.measure(model, *micro_batch)["parity/tokens"] == [1, 16]
+    assert not caplog.text  # it has remembered the size that fits
+
+
+def test_scores_that_will_not_fit_the_free_memory_are_not_tried(monkeypatch: pytest.MonkeyPatch):
+    config = AttentionConfig()
+    model, probe = small_gpt(config), probe_for(config)
+    # Two sequences: 3 matrices x 2 layers x 2 heads of 32 x 32 fp64 scores, and 4 x 65 logits per token.
+    two_sequences = 8 * (3 * 2 * 2 * 2 * T * T + 4 * 2 * T * VOCABULARY)
+    monkeypatch.setattr(parity, "free_memory", lambda device: 1.01 * two_sequences / parity.MEMORY_SHARE)
+    assert probe.measure(model, *next(batches(1, 1)))["parity/tokens"] == [2, 32]
+
+
+def test_masks_that_cannot_be_replayed_are_refused():
+    with pytest.raises(ParityError, match=r"attention\.rng=replay"):
+        check_parity(ParityConfig(every=1), AttentionConfig(dropout=0.1, rng=DropoutRng.torch), shape_in(torch.float32))
+
+
+def test_steps_that_are_probed():
+    probe = probe_for(AttentionConfig())
+    probe.config.every = 100
+    assert [step for step in range(301) if probe.is_due(step)] == [0, 100, 200, 300]
+    probe.config.every = 0
+    assert not probe.is_due(0)
+
+
+def test_summary_is_the_worst_of_every_check():
+    def line(step: int, grad: float, parameter: str) -> dict[str, object]:
+        return {
+            "step": step,
+            **dict.fromkeys(("parity/loss_diff", "parity/logits_max_diff"), 1.0 * step),
+            **dict.fromkeys(("parity/noise_loss_diff", "parity/noise_logits_max_diff"), 0.5 * step),
+            "parity/grad_rel_err": grad,
+            "parity/noise_grad_rel_err": 0.5,
+            "parity/worst_parameter": parameter,
+            "parity/tokens": [4, 32],
+        }
+
+    summary = summarise([line(1, 0.2, "wte"), {"step": 2, "train/loss": 3.0}, line(3, 0.1, "wpe")])
+    assert summary == {
+        "checks": 2,
+        "worst_loss_diff": 3.0,
+        "worst_logits_max_diff": 3.0,
+        "worst_grad_rel_err": 0.2,
+        "worst_parameter": "wte",
+        "noise_loss_diff": 1.5,
+        "noise_logits_max_diff": 1.5,
+        "noise_grad_rel_err": 0.5,
+        "tokens": [4, 32],
+    }
+    assert summarise([{"step": 2, "train/loss": 3.0}]) is None
+    broken = summarise([line(1, 0.2, "wte"), line(2, 0.3, "wpe") | {"parity/grad_rel_err": "nan"}])
+    assert broken is not None
+    assert (broken["worst_grad_rel_err"], broken["worst_parameter"]) == ("nan", "wpe")
