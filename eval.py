@@ -67,9 +67,9 @@ from recipe.infer.trained import Loaded, ModelChoice, Trained, load_any, load_tr
 from recipe.run.arguments import parse as key_values
 from recipe.run.compose import compose_right, expand_home, to_config
 from recipe.run.config import ConfigError
-from recipe.run.device import Precision, resolve_device, resolve_precision
 from recipe.run.launch import refuse
 from recipe.run.wording import one_sentence
+from recipe.training.device import Precision, resolve_device, resolve_precision
 from recipe.training.memory import oom_guard
 from recipe.training.recall.position_loss import PositionLoss
 

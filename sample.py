@@ -60,9 +60,9 @@ from recipe.infer.huggingface.starting import is_folder
 from recipe.infer.trained import ModelChoice, Trained, WeightsChoice, inexact, load_trained
 from recipe.run.arguments import parse as key_values
 from recipe.run.config import ConfigError, as_plain
-from recipe.run.device import resolve_device
 from recipe.run.recorded import read_config
 from recipe.run.wording import one_sentence
+from recipe.training.device import resolve_device
 from recipe.training.memory import oom_guard
 
 

@@ -47,7 +47,6 @@ from recipe.distributed.ranks import from_first_rank, joined
 from recipe.distributed.world import World
 from recipe.infer.generation.sampling import Sampling
 from recipe.infer.generation.text import stream
-from recipe.run.attention_memory import cpu_memory_limit
 from recipe.run.build import (
     attention_shape,
     build_model,
@@ -61,18 +60,18 @@ from recipe.run.build import (
 from recipe.run.check import check_ranks_agree
 from recipe.run.compose import to_config
 from recipe.run.config import Config, as_plain
-from recipe.run.device import Precision, computing_with, resolve_device
 from recipe.run.launch import launch
-from recipe.run.meters import StepMeter, device_name
-from recipe.run.peaks import describe_peak
+from recipe.run.meters import device_name
+from recipe.run.peaks import describe_peak, product_precision
+from recipe.run.record import recorded_out_of_memory
 from recipe.run.resume import check_unused
 from recipe.run.run_folder import locked, read_summary
 from recipe.run.wording import one_sentence
 from recipe.training.config import TrainingConfig
+from recipe.training.device import Precision, computing_with, resolve_device
 from recipe.training.interruption import Interruption
 from recipe.training.loop import Run, fit
-from recipe.training.memory import oom_guard, too_large_model
-from recipe.training.record import recorded_out_of_memory
+from recipe.training.memory import cpu_memory_limit, oom_guard, too_large_model
 from recipe.training.step import Trainer
 
 
@@ -103,7 +102,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
             if run is None:
                 return 0
             with run.record:
-                run.record.print(describe_run(config, run.trainer, run.meter))
+                run.record.print(describe_run(config, run.trainer))
                 for line in describe_formulas(config, run.trainer, folder):
                     run.record.print(line)
                 if config.training.compile:
@@ -195,7 +194,7 @@ def describe_formulas(config: Config, trainer: Trainer, folder: Path) -> list[st
     return [describe_formula(str(score.formula), score.causal, score.window) for score in scores]
 
 
-def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
+def describe_run(config: Config, trainer: Trainer) -> str:
     """The run in one line: its parts, its device, and what `auto` chose."""
     device, precision, auto = trainer.device, trainer.training.precision.value, " (auto)"
     path = trainer.model.attend.path(attention_shape(config, device), config.seq_len)
@@ -206,7 +205,7 @@ def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
         *(f"window={window} hides nothing at seq_len={config.seq_len}" for window in sorted(idle)),
         *([] if config.data.documents is Documents.ignore else [f"documents={config.data.documents.name}"]),
         f"model={config.model.name}: {num_parameters(trainer.model):,} parameters",
-        f"{meter.tokens_per_step:,} tokens per step",
+        f"{trainer.tokens_per_step:,} tokens per step",
         f"device={device}{auto * (config.device == 'auto')}",
         f"precision={precision}{auto * (config.training.precision is Precision.auto)}",
         *(["MLP in fp8"] if config.training.mlp_in_fp8 else []),
@@ -219,7 +218,8 @@ def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
             ways.append(f"parallel.context={trainer.world.context}")
         parts.append(", ".join(ways) + exact)
     if device.type == "cuda":
-        parts.append(f"MFU of {describe_peak(device_name(device), meter.precision)}")
+        products = product_precision(precision, trainer.model.attend.config.allow_tf32)
+        parts.append(f"MFU of {describe_peak(device_name(device), products)}")
     return "  ".join(parts)
 
 

@@ -29,11 +29,11 @@ from recipe.infer.evaluation.models import ExportedModel, TrainedModel
 from recipe.infer.evaluation.scorer import Scorer, rolling_windows
 from recipe.infer.evaluation.tasks import run_file
 from recipe.infer.trained import ModelChoice, load_trained
-from recipe.run.attention_memory import cpu_memory_limit
 from recipe.run.config import Config
 from recipe.run.run_folder import locked
 from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import save_checkpoint
+from recipe.training.memory import cpu_memory_limit
 from tests.limits import data_gib
 
 TOKENIZER, T = bytes_tokenizer(), 24

@@ -25,9 +25,9 @@ from recipe.compare.verdict import Outcome, Verdict
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config, as_plain
-from recipe.run.device import Precision
 from recipe.run.metrics import MetricsFile
 from recipe.training.config import TrainingConfig
+from recipe.training.device import Precision
 from recipe.training.loop import compare
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 from recipe.training.parity.probe import ParityConfig, ParityProbe

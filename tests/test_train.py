@@ -33,10 +33,10 @@ from recipe.infer.huggingface import Origin, export
 from recipe.infer.trained import ModelChoice, load_trained
 from recipe.run.build import build_trainer, check_step_size
 from recipe.run.config import Config, ConfigError, as_plain
-from recipe.run.device import Precision
 from recipe.run.metrics import read_metrics
 from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.config import TrainingConfig
+from recipe.training.device import Precision
 from recipe.training.memory import OutOfMemory
 from recipe.training.optimizer import ScheduleConfig
 from recipe.training.parity.probe import ParityConfig

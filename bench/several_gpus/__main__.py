@@ -49,8 +49,8 @@ from recipe.distributed.ranks import from_every_rank, joined
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config
-from recipe.run.device import Precision
 from recipe.training.config import TrainingConfig
+from recipe.training.device import Precision
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 from recipe.training.step import Trainer
 

@@ -20,10 +20,10 @@ from recipe.infer.huggingface.loading import load
 from recipe.infer.huggingface.starting import is_folder, start_from
 from recipe.run.build import build_gpt
 from recipe.run.config import Config, ConfigError
-from recipe.run.device import resolve_device, resolve_precision
 from recipe.run.recorded import read_config
 from recipe.run.run_folder import CONFIG
 from recipe.training.checkpoint import CheckpointError, best_checkpoint, load_checkpoint, newest_valid
+from recipe.training.device import resolve_device, resolve_precision
 from recipe.training.state import AVERAGE
 
 

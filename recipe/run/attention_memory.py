@@ -1,10 +1,8 @@
-"""The memory that one layer's attention allocates, and a limit to the memory of the process."""
+"""The memory that one layer's attention allocates."""
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,11 +11,6 @@ from attention import Attention, AttentionShape, DropoutKey, Layout, Score, docu
 from attention.check.memory import AllocationMeter
 from attention.formula.call import reach_of
 from attention.formula.check import least_sizes
-from recipe.errors import UserError
-
-
-class MemoryLimitError(UserError, RuntimeError):
-    """A limit that this system does not support; the message says what to change."""
 
 
 def forward_backward(attend: Attention, shape: AttentionShape, score: Score, B: int, T: int) -> Callable[[], None]:
@@ -59,26 +52,3 @@ def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> 
     with meter:
         run()
     return meter.peak
-
-
-@contextmanager
-def cpu_memory_limit(gib: float | None) -> Iterator[None]:
-    """Within the block this process runs out of memory at `gib` GiB, like a GPU of that size; None: no limit. An
-    allocation beyond the limit raises RuntimeError.
-
-    Raises MemoryLimitError.
-    """
-    if gib is None:
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    try:
-        resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30), hard))
-    except (ValueError, OSError) as error:
-        raise MemoryLimitError(
-            f"training.cpu_memory_gib={gib:g} cannot be set here ({error}); use training.cpu_memory_gib=null."
-        ) from error
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -32,19 +32,19 @@ from recipe.distributed.ranks import from_first_rank
 from recipe.distributed.sharing import Sharing, shards_weights
 from recipe.distributed.world import World
 from recipe.run.config import Config, ConfigError, as_plain
-from recipe.run.device import resolve_precision
 from recipe.run.meters import StepMeter
 from recipe.run.peaks import product_precision
 from recipe.run.profiler import Profiler
+from recipe.run.record import Record, RunMetadata
 from recipe.training.checkpoint import newest_valid, read_manifest
+from recipe.training.device import resolve_precision
 from recipe.training.interruption import Interruption
-from recipe.training.loop import Run
+from recipe.training.loop import NullRecord, Run
 from recipe.training.optimizer import build_optimizer, learning_rate
 from recipe.training.parity.probe import ParityProbe
 from recipe.training.recall.choice import build_probe
 from recipe.training.recall.position_loss import PositionLoss
 from recipe.training.recall.probe import Probe
-from recipe.training.record import NullRecord, Record, RunMetadata
 from recipe.training.step import Trainer
 
 Data = PreparedData | TaskData

@@ -26,10 +26,10 @@ from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
 from recipe.run.build import attention_shape, one_document
 from recipe.run.config import Config, ConfigError, as_plain
-from recipe.run.device import Precision, resolve_device, resolve_precision
 from recipe.run.profiler import check_profile
 from recipe.run.tracker import tracking_mistakes
 from recipe.training.config import training_mistakes
+from recipe.training.device import Precision, resolve_device, resolve_precision
 from recipe.training.optimizer import optimizer_mistakes
 from recipe.training.parity.probe import check_parity
 from recipe.training.recall.choice import unknown_probes

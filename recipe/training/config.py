@@ -11,7 +11,7 @@ from model.config import Recompute
 from model.linear import Products
 from model.loss import LossKind
 from recipe.distributed.world import World
-from recipe.run.device import Precision
+from recipe.training.device import Precision
 
 
 @dataclass

@@ -3,23 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import record_function
 
 from data.batches import Batch, Source
 from data.prefetcher import Prefetcher
-from recipe.run.attention_memory import cpu_memory_limit
-from recipe.run.meters import StepMeter
-from recipe.run.profiler import Profiler
+from recipe.training.checkpoint import save_checkpoint
 from recipe.training.interruption import Interruption
-from recipe.training.memory import oom_guard, too_large_step
+from recipe.training.memory import cpu_memory_limit, oom_guard, too_large_step
 from recipe.training.parity.probe import ParityProbe
 from recipe.training.recall.probe import Probe
-from recipe.training.record import NullRecord
 from recipe.training.step import Trainer
+
+
+class NullRecord:
+    """The record of ranks other than the first: they only write their share of checkpoints."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.details: dict[str, Any] = {}  # of each probe, for the summary
+        self.reached: int | None = None  # updates with which training.target_loss was reached
+
+    def print(self, text: str) -> None:
+        """A line for the user."""
+
+    def log(self, n: int, metrics: dict[str, Any]) -> None:
+        """Metrics after n updates."""
+
+    def save(self, n: int, val_loss: float | None) -> None:
+        """This rank's share of the checkpoint after n updates. The first rank knows its folder and validation loss."""
+        save_checkpoint(Path(), self.trainer.state(), n, keep_last=1, metadata={})
+
+    def __enter__(self) -> NullRecord:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """The run is over, with or without an `error`."""
+
+
+class Meter(Protocol):
+    """What the loop tells the measurement of step times and memory: recipe/run/meters.py."""
+
+    def step_start(self) -> None:
+        """A step begins."""
+
+    def waiting_for_data(self) -> AbstractContextManager[None]:
+        """Around a wait for batches."""
+
+    def step_end(self) -> None:
+        """The last work of a step has been launched."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Around work that is not training."""
+
+    def interval(self, replayed_bytes: int = 0) -> dict[str, float]:
+        """Metrics of the steps since the last call."""
+
+
+class Recording(Protocol):
+    """A recording of some steps: recipe/run/profiler.py.
+
+    first, last  the steps that it begins and ends with; None: it records none
+    """
+
+    first: int | None
+    last: int | None
+
+    def start(self) -> None:
+        """Before the first step."""
+
+    def stop(self) -> dict[str, float]:
+        """After the last step. Returns metrics."""
 
 
 @dataclass
@@ -37,9 +97,9 @@ class Run:
     trainer: Trainer
     batches: Source
     windows: Sequence[Batch]
-    meter: StepMeter
+    meter: Meter
     probe: ParityProbe | None
-    profiler: Profiler
+    profiler: Recording
     record: NullRecord
     interruption: Interruption
     start: int = 0

@@ -1,7 +1,8 @@
-"""Runs and models that do not fit into memory."""
+"""Runs and models that do not fit into memory, and a limit to the memory of the process."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,10 @@ SIGNS_OF_FULL_MEMORY = ("out of memory", "allocate memory", "can't start new thr
 
 class OutOfMemory(UserError, RuntimeError):
     """The run did not fit into memory; the message says how to make it smaller."""
+
+
+class MemoryLimitError(UserError, RuntimeError):
+    """A limit that this system does not support; the message says what to change."""
 
 
 @contextmanager
@@ -48,3 +53,26 @@ def too_large_step(trainer: Trainer) -> str:
         "training.recompute=block, or a smaller training.batch_size with training.batch_tokens to keep the tokens of a "
         "step."
     )
+
+
+@contextmanager
+def cpu_memory_limit(gib: float | None) -> Iterator[None]:
+    """Within the block this process runs out of memory at `gib` GiB, like a GPU of that size; None: no limit. An
+    allocation beyond the limit raises RuntimeError.
+
+    Raises MemoryLimitError.
+    """
+    if gib is None:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30), hard))
+    except (ValueError, OSError) as error:
+        raise MemoryLimitError(
+            f"training.cpu_memory_gib={gib:g} cannot be set here ({error}); use training.cpu_memory_gib=null."
+        ) from error
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

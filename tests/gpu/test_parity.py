@@ -14,9 +14,9 @@ from model.gpt import GPT, Computation
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config
-from recipe.run.device import Precision
 from recipe.run.meters import StepMeter
 from recipe.training.config import TrainingConfig
+from recipe.training.device import Precision
 from recipe.training.loop import compare
 from recipe.training.optimizer import ScheduleConfig
 from recipe.training.parity.probe import ParityConfig, ParityProbe, beyond_rounding

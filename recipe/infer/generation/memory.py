@@ -10,7 +10,7 @@ import torch
 from model.cache import PAGE_SIZE, CacheSize, bytes_per_token
 from model.gpt import GPT
 from recipe.infer.generation.errors import GenerationError
-from recipe.run.device import free_memory
+from recipe.training.device import free_memory
 
 SHARE = 0.9  # of the free memory; the rest is for the model's work
 ROWS_OF_LOGITS = 10  # fp32, for each sequence, with its random numbers, while a token is chosen

@@ -40,7 +40,7 @@ from attention.check.judge import full_precision_products
 from data.batches import Batch
 from model.gpt import GPT
 from recipe.errors import UserError, sentence_of
-from recipe.run.device import free_memory
+from recipe.training.device import free_memory
 from recipe.training.parity import PARITY_MARGIN
 from recipe.training.parity.fwd_bwd import FwdBwd, differences, fwd_bwd, memory_returned
 from recipe.training.parity.layers import check_layers, part

@@ -41,10 +41,10 @@ from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.check import check_ranks_agree
 from recipe.run.config import Config, ConfigError
-from recipe.run.device import Precision
 from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import newest_valid, save_checkpoint
 from recipe.training.config import TrainingConfig
+from recipe.training.device import Precision
 from recipe.training.optimizer import OPTIMIZERS, OptimizerConfig, ScheduleConfig
 from recipe.training.parity.probe import ParityConfig
 from recipe.training.step import Trainer

@@ -9,7 +9,8 @@ import torch
 
 from attention import AttentionConfig, AttentionShape, build_attention
 from attention.check.memory import AllocationMeter
-from recipe.run.attention_memory import attention_peak, cpu_memory_limit
+from recipe.run.attention_memory import attention_peak
+from recipe.training.memory import cpu_memory_limit
 
 SHAPE = AttentionShape(head_dim=16, n_heads=2, n_kv_heads=2, dtype=torch.float32, device=torch.device("cpu"))
 

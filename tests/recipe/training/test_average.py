@@ -16,9 +16,9 @@ from model.gpt import GPT
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config
-from recipe.run.device import Precision
 from recipe.training.checkpoint import load_checkpoint, save_checkpoint
 from recipe.training.config import TrainingConfig
+from recipe.training.device import Precision
 from recipe.training.optimizer import OptimizerConfig
 from recipe.training.step import Trainer
 

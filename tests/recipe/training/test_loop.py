@@ -24,12 +24,12 @@ from model.gpt import GPT
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config
-from recipe.run.device import Precision
 from recipe.run.meters import StepMeter
 from recipe.run.profiler import Profiler
 from recipe.training.config import TrainingConfig
+from recipe.training.device import Precision
 from recipe.training.interruption import Interruption
-from recipe.training.loop import Run, compare, fit
+from recipe.training.loop import NullRecord, Run, compare, fit
 from recipe.training.memory import OutOfMemory, oom_guard, too_large_step
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 from recipe.training.parity import probe as parity
@@ -38,7 +38,6 @@ from recipe.training.parity.probe import ParityConfig, ParityProbe
 from recipe.training.recall.position_loss import PositionLoss
 from recipe.training.recall.probe import Probe
 from recipe.training.recall.recall import TaskProbe
-from recipe.training.record import NullRecord
 from recipe.training.step import NonFiniteError, Trainer
 
 CPU = torch.device("cpu")

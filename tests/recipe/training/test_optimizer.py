@@ -24,9 +24,9 @@ from recipe.distributed.stacks import stacks
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config
-from recipe.run.device import Precision
 from recipe.training.checkpoint import save_checkpoint
 from recipe.training.config import TrainingConfig
+from recipe.training.device import Precision
 from recipe.training.muon import STACKED
 from recipe.training.optimizer import (
     OPTIMIZERS,

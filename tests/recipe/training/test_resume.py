@@ -29,13 +29,13 @@ from recipe.distributed.world import World
 from recipe.run import compose
 from recipe.run.build import build_model
 from recipe.run.config import ConfigError
-from recipe.run.device import computing_with
 from recipe.run.launch import prepare
 from recipe.run.metrics import read_metrics
 from recipe.run.recorded import read_config
 from recipe.run.resume import check_resumable
 from recipe.run.run_folder import StillRunning, locked
 from recipe.training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
+from recipe.training.device import computing_with
 
 ROOT = Path(__file__).parents[3]
 STEPS = 60

@@ -26,35 +26,11 @@ from recipe.run.run_folder import write_recorded
 from recipe.run.summary import environment, write_summary
 from recipe.run.tracker import Tracker, TrackingConfig
 from recipe.training.checkpoint import save_checkpoint
+from recipe.training.loop import NullRecord
 from recipe.training.memory import OutOfMemory
 from recipe.training.parity.ablation import measure as measure_ablation
 from recipe.training.parity.probe import summarise
 from recipe.training.step import NonFiniteError, Trainer
-
-
-class NullRecord:
-    """The record of ranks other than the first: they only write their share of checkpoints."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.details: dict[str, Any] = {}  # of each probe, for the summary
-        self.reached: int | None = None  # updates with which training.target_loss was reached
-
-    def print(self, text: str) -> None:
-        """A line for the user."""
-
-    def log(self, n: int, metrics: dict[str, Any]) -> None:
-        """Metrics after n updates."""
-
-    def save(self, n: int, val_loss: float | None) -> None:
-        """This rank's share of the checkpoint after n updates. The first rank knows its folder and validation loss."""
-        save_checkpoint(Path(), self.trainer.state(), n, keep_last=1, metadata={})
-
-    def __enter__(self) -> NullRecord:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """The run is over, with or without an `error`."""
 
 
 @dataclass(frozen=True)
