@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from recipe.wording import markdown_table as table
+
 Row = dict[str, Any]
 Text = Callable[[Row], str]
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table with a heading for each column."""
-    written = [head, ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in written)
 
 
 def pivot(

@@ -72,3 +72,9 @@ def memory_unit(every: Iterable[float | None]) -> tuple[str, float]:
 def listed(parts: Sequence[str]) -> str:
     """One, two and three."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
+
+
+def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table with a heading for each column."""
+    written = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in written)

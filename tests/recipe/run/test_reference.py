@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from bench.tables.blocks import TableError
-from bench.tables.configuration import meanings, section
+from recipe.run.reference import meanings, section
 
 
 @dataclass
@@ -51,5 +50,5 @@ def test_an_option_that_the_docstring_leaves_out_is_named():
 
         size: int = 1
 
-    with pytest.raises(TableError, match="the docstring of Gap does not describe size"):
+    with pytest.raises(ValueError, match="the docstring of Gap does not describe size"):
         meanings(Gap)

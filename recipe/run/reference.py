@@ -1,0 +1,113 @@
+"""The reference of the configuration, for docs/configuration.md and its second page: every override, from the
+dataclasses and their docstrings. `make tables` writes it."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from recipe.run import compose
+from recipe.run.config import Config, type_hints
+from recipe.wording import as_typed, markdown_table
+
+CONF = Path(__file__).parents[2] / "conf"
+OPTION = re.compile(r"^    (\w+(?:, \w+)*) +(\S.*)$")  # one name or several, then their meaning
+CONTINUED = re.compile(r"^     +(\S.*)$")
+FIRST_PAGE = ("attention", "score", "model", "data")  # the parts that docs/configuration.md describes
+
+
+def meanings(config_type: type) -> dict[str, str]:
+    """The option's name -> its meaning, from a dataclass's docstring in columns. Raises ValueError for a gap."""
+    texts: dict[str, str] = {}
+    names, last = [f.name for f in fields(config_type)], list[str]()
+    for line in (config_type.__doc__ or "").splitlines():
+        option, continued = OPTION.match(line), CONTINUED.match(line)
+        if option and set(option[1].split(", ")) <= set(names):
+            last = option[1].split(", ")
+            texts |= dict.fromkeys(last, option[2])
+        elif continued:
+            texts |= {name: f"{texts[name]} {continued[1]}" for name in last}
+        elif last:
+            break  # the columns are one paragraph
+    hints = type_hints(config_type)
+    for name in names:
+        if name not in texts and not is_dataclass(hints[name]):
+            raise ValueError(f"the docstring of {config_type.__name__} does not describe {name}.")
+    return {name: re.sub(r"\bNone\b", "null", text) for name, text in texts.items()}
+
+
+def type_name(hint: Any) -> str:
+    """A type in words: choices of an enum by name, `null` for None."""
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return ", ".join(f"`{member.name}`" for member in hint)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(type_name(part) for part in typing.get_args(hint))
+    if hint is type(None):
+        return "`null`"
+    names = {bool: "`true` or `false`", int: "whole number", float: "number", str: "text"}
+    return names.get(hint, "list")
+
+
+def value_name(value: object) -> str:
+    """A default value as it is written in an override."""
+    if isinstance(value, Enum):
+        return f"`{value.name}`"
+    return f"`{list(value) if isinstance(value, tuple) else as_typed(value)}`"
+
+
+def choices(group: str) -> list[str]:
+    """The files of a group of conf/."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def section(config: Any, prefix: str) -> str:
+    """The table of one dataclass."""
+    lines = rows(config, prefix)
+    return markdown_table(
+        ["override", "default", "type", "meaning"], [[cell.replace("|", "\\|") for cell in x] for x in lines]
+    )
+
+
+def rows(config: Any, prefix: str) -> Iterator[list[str]]:
+    """A row for each option of a part, also of the dataclasses within it; the root's parts have separate tables."""
+    kind: type = type(config)
+    hints, described = type_hints(kind), meanings(kind)
+    for f in fields(kind):
+        value = getattr(config, f.name)
+        if not is_dataclass(value):
+            yield [f"`{prefix}{f.name}`", value_name(value), type_name(hints[f.name]), described[f.name]]
+        elif prefix:
+            yield from rows(value, f"{prefix}{f.name}.")
+
+
+def configuration() -> str:
+    """The root's options, and a section for each part that determines what is computed."""
+    config = defaults()
+    return "\n\n".join([section(config, ""), *sections(config, FIRST_PAGE)])
+
+
+def training() -> str:
+    """A section for each other part, and the experiments."""
+    config = defaults()
+    names = [f.name for f in fields(config) if f.name not in FIRST_PAGE and is_dataclass(getattr(config, f.name))]
+    experiments = ", ".join(f"`{name}`" for name in choices("experiment"))
+    return "\n\n".join([*sections(config, names), f"## experiment\n\n`experiment=` chooses one of {experiments}."])
+
+
+def defaults() -> Config:
+    """The configuration without overrides."""
+    return compose.to_config(compose.composed([]))
+
+
+def sections(config: Config, parts: Iterable[str]) -> Iterator[str]:
+    """A section for each of these parts: the presets of its group, and its options."""
+    for name in parts:
+        presets = ", ".join(f"`{preset}`" for preset in choices(name))
+        chosen = f"`{name}=` chooses a preset of [conf/{name}/](../conf/{name}): {presets}.\n\n"
+        yield f"## {name}\n\n{chosen if presets else ''}{section(getattr(config, name), f'{name}.')}"
