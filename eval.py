@@ -22,7 +22,7 @@ batch       sequences of one forward pass
 checkpoint  best (by validation loss, if it was measured) or newest
 weights     trained, or ema: their moving average, from a run with training.ema
 attention   an implementation other than the run's, for a device that does not support that one
-attention.precision  of attention's products: inputs, or fp8 with attention=flash on an H100 or H200
+attention.precision  of attention's products: inputs, or fp8 with attention=flash
 device      auto, cpu, cuda, cuda:1
 """
 

@@ -20,7 +20,7 @@ compile      compile the work of a token: it takes half a minute on a GPU, and p
 checkpoint   best (by validation loss, if it was measured) or newest
 weights      trained, or ema: their moving average, from a run with training.ema
 attention    an implementation other than the run's, for a device that does not support that one
-attention.precision  of attention's products in prompts: inputs, or fp8 with attention=flash on an H100 or H200
+attention.precision  of attention's products in prompts: inputs, or fp8 with attention=flash
 device       auto, cpu, cuda, cuda:1
 export       a new folder to write the model, its tokenizer and a model card to instead, for AutoModelForCausalLM,
              AutoTokenizer and pipeline("text-generation"), in the architecture that matches: docs/models.md

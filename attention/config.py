@@ -45,7 +45,7 @@ class KernelPath(Enum):
 
 
 class ProductPrecision(Enum):
-    """The precision of the products of attention=flash: as q, k and v, or fp8 (flash/hopper/fp8.py)."""
+    """The precision of the products of attention=flash: as q, k and v, or fp8 (flash/forward.py)."""
 
     inputs = "inputs"
     fp8 = "fp8"
@@ -64,7 +64,7 @@ class AttentionConfig:
     backend    which of torch's kernels to use (sdpa); auto or flash (flex)
     allow_tf32 let fp32 matrix products round their inputs to TF32 (flash)
     path       the kernels to use: plain Triton for every GPU, or the ones for Hopper (flash)
-    precision  precision of the products: that of q, k and v, or fp8, for evaluation and inference on Hopper (flash)
+    precision  precision of the products: that of q, k and v, or fp8, for evaluation and inference (flash)
 
     Every implementation reads `name` and `dropout`; an option it does not read is refused unless left at its default.
     Options with a choice take it by name too: path="plain". Raises AttentionError for an unknown choice.

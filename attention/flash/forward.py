@@ -9,14 +9,18 @@ m, the running sum l and the unnormalised output o of each row. Nothing of size 
 
 Where a soft cap keeps exp(s) from overflowing, m is the first tile's maximum: nothing is ever rescaled.
 Base 2 is the hardware's: the kernel carries m and the scale times log2(e), and exp2 stands for exp.
+
+With attention.precision=fp8 both products are in e4m3, with a scale for each head of q, k and v, and 448 for weights.
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..dropout.kernel import drop, dropped_tile, load_key
+from ..gpu import INTERPRET
 from ..scores.alibi import alibi_bias, alibi_row_bias
 from ..scores.soft_cap import LEAST_MAXIMUM, soft_cap_tanh
 from .call import KernelCall
@@ -47,10 +51,33 @@ from .tiles import (
     tiles,
 )
 
+LARGEST = tl.constexpr(448.0)  # of e4m3
+
+
+def in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (B, H, T, D) as e4m3 values, D a multiple of 16 bytes, and the scale of each head that gives x back (B, H)."""
+    x = F.pad(x.float(), (0, -x.shape[-1] % 16))
+    scales = (x.abs().amax((2, 3), keepdim=True) / LARGEST.value).clamp(min=torch.finfo(torch.float32).tiny)
+    return (x / scales).to(torch.float8_e4m3fn), scales.flatten(1)
+
 
 @triton.jit
-def forward_kernel(q, k, v, out, rows, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.constexpr):
-    """out and `rows`, lse and lse2, of one tile of queries. Grid: tiles x batch x heads, the longest rows first."""
+def weights_in_8_bits(b_p):
+    """Weights up to 1, times LARGEST, in e4m3."""
+    b_p = b_p * LARGEST
+    if INTERPRET:  # whose rounding loses the carry of the last bit, and so has to find nothing to round
+        b_bits = b_p.to(tl.int32, bitcast=True)
+        b_bits += 0x7FFFF + ((b_bits >> 20) & 1)
+        b_p = (b_bits & -0x100000).to(tl.float32, bitcast=True)
+    return b_p.to(tl.float8e4nv)
+
+
+@triton.jit
+def forward_kernel(q, k, v, out, rows, scales, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.constexpr):
+    """out and `rows`, lse and lse2, of one tile of queries. Grid: tiles x batch x heads, the longest rows first.
+
+    scales  (B, H, 2) fp32: those of the scores and of the values of each head, where products are in 8 bits; else None
+    """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
@@ -85,6 +112,8 @@ def forward_kernel(q, k, v, out, rows, inputs, scalars, BLOCKS: tl.constexpr, MO
         head = MODE.formula.head(inputs.formula, i_b, i_h)
         row = MODE.formula.row(inputs.formula, i_b, i_h, o_m[:, None], T)
     scale_log2 = scalars.scale_log2
+    if scales is not None:
+        scale_log2 *= tl.load(scales + 2 * i_bh)
     factor = log2_factor(scale_log2, MODE)
     for i_n in tl.range(n_start, n_end, BN, num_stages=STAGES):
         # Drawn before the scores, while the previous tile's product with v is still in flight.
@@ -120,7 +149,7 @@ def forward_kernel(q, k, v, out, rows, inputs, scalars, BLOCKS: tl.constexpr, MO
             # (BM, BN) l is summed before anything is dropped.
             b_p = tl.exp2(b_s * factor - m_safe[:, None])
             l = l * alpha + tl.sum(b_p, 1)
-        b_p = b_p.to(b_q.dtype)
+        b_p = b_p.to(b_q.dtype) if scales is None else weights_in_8_bits(b_p)
         if THRESHOLD:
             b_p = drop(b_p, b_drop)
 
@@ -133,6 +162,8 @@ def forward_kernel(q, k, v, out, rows, inputs, scalars, BLOCKS: tl.constexpr, MO
     # Kept weights are rescaled once, here, by the inverse of the keep probability.
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
     o = o * (KEEP_SCALE / l)[:, None]
+    if scales is not None:
+        o = o * (tl.load(scales + 2 * i_bh + 1) / LARGEST)
     # Rows that see no key are zero; l = 0 is no test, as scores of -inf give it too.
     if MODE.bounded or MODE.offsets:
         first, end = interval
@@ -154,18 +185,22 @@ def forward(
     lse2 is for the backward, see `rows_like`: lse in base 2, +inf for rows that saw nothing. `blocks` are those
     of the tables if none are given.
     """
-    B, H, T, _ = q.shape
-    mode, S = mode_of(call, q), k.shape[2]
-    blocks = blocks or choose(call.problem(q, k)).forward
+    (B, H, T, _), S, scales = q.shape, k.shape[2], None
     lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
     if out.numel() == 0 or S == 0:
         return without_keys(out, lse, lse2, call.inputs.sinks)
+    if call.spec.precision == "fp8":
+        (q, q_scales), (k, k_scales), (v, v_scales) = map(in_8_bits, (q, k, v))
+        scales = torch.stack([k_scales, v_scales], -1).repeat_interleave(H // k.shape[1], 1)
+        scales[..., 0] *= q_scales
+    mode, blocks = mode_of(call, q), blocks or choose(call.problem(q, k)).forward
     forward_kernel[((T + blocks.q - 1) // blocks.q * B * H,)](
         tiles(q, blocks.q, mode.columns),
         tiles(k, blocks.k, mode.columns),
         tiles(v, blocks.k, mode.columns),
         tiles(out, blocks.q, mode.columns),
         Rows(lse, lse2),
+        scales,
         kernel_inputs(call, T, S),
         launch_scalars(call, head_group_size(B * H, head_bytes(k), H // k.shape[1])),
         BLOCKS=blocks,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from . import forward as plain_forward
 from .call import KernelCall, Problem
 from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
-from .hopper import fp8_forward
-from .hopper.configs import FP8_MAX_HEAD_DIM, HEAD_DIMS, MAX_HEAD_DIM_OF_SUMS, is_faster
+from .hopper.configs import HEAD_DIMS, MAX_HEAD_DIM_OF_SUMS, is_faster
 
 
 class Path(NamedTuple):
@@ -38,19 +37,12 @@ class Path(NamedTuple):
     backward: Callable[..., Tensor | None]
 
 
-def gpu_or_dtype_refusal(problem: Problem) -> str | None:
-    """Why no kernel for Hopper supports a problem: another GPU, or inputs that do not have 16 bits."""
+def hopper_refusal(problem: Problem, backward: bool) -> str | None:
+    """Why the Hopper kernels do not support a problem; None where they do."""
     if INTERPRET.value or problem.capability[0] != 9:
         return "needs a GPU of compute capability 9.0 (Hopper)"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bf16 or fp16, not {problem.dtype}"
-    return None
-
-
-def hopper_refusal(problem: Problem, backward: bool) -> str | None:
-    """Why the Hopper kernels do not support a problem; None where they do."""
-    if refusal := gpu_or_dtype_refusal(problem):
-        return refusal
     if problem.head_dim not in HEAD_DIMS:
         return f"takes head sizes from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not {problem.head_dim}"
     if backward and problem.head_dim > MAX_HEAD_DIM_OF_SUMS:
@@ -61,11 +53,11 @@ def hopper_refusal(problem: Problem, backward: bool) -> str | None:
 
 
 def fp8_refusal(problem: Problem) -> str | None:
-    """Why the Hopper kernel with products in 8 bits does not support a problem; None where it does."""
-    if refusal := gpu_or_dtype_refusal(problem):
-        return refusal
-    if problem.head_dim > FP8_MAX_HEAD_DIM:
-        return f"takes head sizes up to {FP8_MAX_HEAD_DIM}, not {problem.head_dim}"
+    """Why products in 8 bits do not support a problem; None where they do."""
+    if problem.capability < (8, 9):
+        return "needs a GPU of compute capability 8.9 (Ada) or newer"
+    if problem.spec.path == "hopper":
+        return "has no kernels for Hopper of its own"
     others = sorted(problem.spec.features() - {"full"}) + ["dropout"] * problem.dropout
     return f"does not support {', '.join(others)}" if others else None
 
@@ -74,11 +66,6 @@ def no_fp8_gradients() -> UnsupportedAttention:
     """The refusal of a backward with products in 8 bits."""
     fp8, inputs = (Option("attention.precision", precision) for precision in ("fp8", "inputs"))
     return UnsupportedAttention("{} is for evaluation and inference, and has no gradients; train with {}.", fp8, inputs)
-
-
-def no_backward(*_: Any) -> Tensor | None:
-    """Refuse. FlashAttention refuses earlier, in the forward; this is for direct calls of the operators."""
-    raise no_fp8_gradients()
 
 
 PATHS = {
@@ -91,12 +78,6 @@ PATHS = {
         forward=plain_forward.forward,
         backward=plain_backward.backward,
     ),
-    "fp8": Path(  # by attention.precision alone
-        refusal=lambda problem, backward: fp8_refusal(problem),
-        pays=lambda problem, backward: True,
-        forward=fp8_forward.forward,
-        backward=no_backward,
-    ),
 }
 
 
@@ -108,11 +89,12 @@ def choose_path(problem: Problem, backward: bool) -> str:
     """
     name = problem.spec.path
     if problem.spec.precision == "fp8":
-        refusal = "has no plain kernels" if name == "plain" else fp8_refusal(problem)
-        if refusal is not None:
+        if backward:
+            raise no_fp8_gradients()
+        if refusal := fp8_refusal(problem):
             fp8, inputs = (Option("attention.precision", precision) for precision in ("fp8", "inputs"))
             raise UnsupportedAttention(f"{{}} {refusal}; choose {{}}.", fp8, inputs)
-        return "fp8"
+        return "plain"
     if name == "auto":
         return next(
             n for n, path in PATHS.items() if path.refusal(problem, backward) is None and path.pays(problem, backward)
@@ -125,6 +107,9 @@ def choose_path(problem: Problem, backward: bool) -> str:
 
 
 def describe_path(problem: Problem) -> str:
-    """The paths of both directions, for people: "hopper", or "hopper forward, plain backward"."""
+    """The paths of both directions, for people: "hopper", or "hopper forward, plain backward"; "fp8" has one."""
+    if problem.spec.precision == "fp8":
+        choose_path(problem, backward=False)
+        return "fp8"
     forward, backward = (choose_path(problem, backward) for backward in (False, True))
     return forward if forward == backward else f"{forward} forward, {backward} backward"

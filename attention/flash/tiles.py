@@ -175,8 +175,8 @@ def kernel_mode(spec: Spec, head_dim: int, dtype: torch.dtype, horizon: bool = F
         fixed_max=capped and not score.alibi and not score.sinks and dtype != torch.float16,
         exact=dtype == torch.float32,
         precision="tf32" if spec.tf32 else "ieee",
-        # Tiles are as wide as the next power of two, and no narrower than a matrix instruction.
-        columns=max(16, triton.next_power_of_2(head_dim)),
+        # Tiles are as wide as the next power of two, and no narrower than a matrix instruction: 32 bytes.
+        columns=max(32 // min(dtype.itemsize, 2), triton.next_power_of_2(head_dim)),
     )
 
 

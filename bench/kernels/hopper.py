@@ -47,7 +47,7 @@ def calls() -> dict[str, KernelCall]:
 
 
 def launches() -> Iterator[Launch]:
-    """The launches of the 16-bit and the 8-bit kernels, for every shape of blocks that some length selects."""
+    """The launches for every shape of blocks that some length selects."""
     asked = calls()
     for D, (kind, call), dropout in itertools.product((64, 128, 256), asked.items(), (0.0, 0.1)):
         if kind == "wide_window" and D > 64:  # the blocks of a narrow one
@@ -65,9 +65,6 @@ def launches() -> Iterator[Launch]:
     for D in (128, 256):
         call = with_options(asked["causal"], D, LONGEST, 0.0)
         yield Launch(f"attention/hopper/{D}-causal-exact-fp16", partial(launch, call, D, LONGEST, both, torch.float16))
-    for D in (64, 128):
-        call = with_options(asked["causal"], D, LONGEST, 0.0)
-        yield Launch(f"attention/hopper/{D}-fp8", partial(launch, call, D, LONGEST, {"fp8"}))
 
 
 def with_options(call: KernelCall, D: int, T: int, dropout: float) -> KernelCall:
@@ -89,10 +86,8 @@ def shapes(call: KernelCall, D: int, T: int) -> dict[str, Any]:
 
 
 def launch(call: KernelCall, D: int, T: int, directions: set[str], dtype: torch.dtype = torch.bfloat16) -> None:
-    """The kernels of these directions: "forward", "backward" or "fp8"."""
+    """The kernels of these directions: "forward" or "backward"."""
     q, k, v, out, do, *gradients = (torch.empty(1, 2, T, D, dtype=dtype) for _ in range(8))
-    if "fp8" in directions:
-        PATHS["fp8"].forward(q, k, v, out, call)
     if "forward" in directions:
         PATHS["hopper"].forward(q, k, v, out, call)
     if "backward" in directions:

@@ -38,6 +38,7 @@ def calls() -> dict[str, KernelCall]:
 
     return {
         "causal": call(Score()),
+        "fp8": KernelCall(CAUSAL._replace(precision="fp8"), Inputs()),
         "full": call(Score(causal=False)),
         "window": call(Score(window=1024)),
         "documents": call(Score(), starts=documents, ends=documents),
@@ -65,11 +66,13 @@ def launches(architecture: int) -> Iterator[Launch]:
         yield launch_of("causal", key)
     for head_dim, dropout in itertools.product((64, 128, 256), (False, True)):
         for kind in asked:
-            if kind != "causal":
+            if kind not in ("causal", "fp8"):
                 yield launch_of(kind, ConfigKey(head_dim, dropout))
         if dropout:
             yield launch_of("everything", ConfigKey(head_dim, dropout), torch.float32)
     yield launch_of("causal", ConfigKey(64, True), torch.float16)
+    if architecture == 90:
+        yield launch_of("fp8", ConfigKey(128, False))
     q, k = torch.empty(B, H, T, 64), torch.empty(B, H_KV, T, 64)
     spec = CAUSAL._replace(score=Score(alibi=True))
     yield Launch(f"attention/plain-sm{architecture}/horizons", partial(find_horizons, q, k, torch.zeros(H), spec))
@@ -96,7 +99,7 @@ def lengths() -> Iterator[Launch]:
 def launch(
     architecture: int, key: ConfigKey, call: KernelCall, dtype: torch.dtype, queries: int = T, keys: int = T
 ) -> None:
-    """A forward with the blocks for `key` and, where the GPU has one, a backward, which does not read sinks."""
+    """A forward with the blocks for `key` and, where there is one, a backward, which does not read sinks."""
 
     def tensor(heads: int, length: int) -> Tensor:
         return torch.empty(B, length, heads, key.head_dim, dtype=dtype).transpose(1, 2)
@@ -106,6 +109,8 @@ def launch(
     length = int(min(key.length, 2**20))
     blocks = configs.choose(Problem(call.spec, key.head_dim, dtype, length, length, divmod(architecture, 10)))
     _, lse2 = forward(q, k, v, out, call, blocks.forward)
+    if call.spec.precision == "fp8":
+        return
     score = replace(call.spec.score, sinks=False)
     call = call._replace(spec=call.spec._replace(score=score), inputs=call.inputs._replace(sinks=None))
     try:

@@ -2,7 +2,7 @@
 
     python -m bench.release              every part that is missing or out of date, and that this machine can measure
     python -m bench.release --minutes 9  as many of them as fit in nine minutes; the next call continues
-    python -m bench.release --part fp8   one part, or several, whatever their state
+    python -m bench.release --part bytes one part, or several, whatever their state
     python -m bench.release --status     results that are missing, or older than the GPU kernels that they measured
     python -m bench.release --list       the parts, their minutes and their commands
 

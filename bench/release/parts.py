@@ -98,7 +98,6 @@ PARTS = (
         for head_size in (64, 128)
     ),
     Part("formulas", "bench.attention.formulas", "formulas", 4),
-    Part("fp8", "bench.attention.fp8", "fp8", 1),
     Part("bytes", "bench.attention.bytes_moved", "bytes", 2, needs="ncu"),
     Part("softmax", "bench.attention.softmax", "softmax", 1, kernels=("softmax",)),
     Part("decode", "bench.generate.decode", "decode", 1, kernels=("cache",)),

@@ -1,4 +1,4 @@
-"""Attention alone: README, docs/speed.md, docs/kernels.md, docs/fp8.md and docs/results.md."""
+"""Attention alone: README, docs/speed.md, docs/kernels.md and docs/results.md."""
 
 from __future__ import annotations
 
@@ -102,20 +102,6 @@ def variants(rows: Rows) -> str:
         for heading in (f"head size {head_size}", "times as fast as flex", "with dropout 0.1")
     ]
     return table(["", *heads], lines)
-
-
-@block("fp8", "fp8")
-def fp8(rows: Rows) -> str:
-    """The forward with products in 8 bits: TFLOP/s, and the error on inputs with outliers."""
-    order = ["fp8", "fp8, the kernel alone", "bf16"]
-    shown = [row for row in rows if row["name"] in order and row.get("inputs") != "normal"]
-    shown.sort(key=lambda row: (-row["head_size"], order.index(row["name"]), "error" in row, row["length"]))
-    return pivot(
-        shown,
-        lambda row: f"head size {row['head_size']}, {row['name']}",
-        lambda row: "error" if "error" in row else length(row),
-        lambda row: f"{row['error']:.3f}" if "error" in row else f"{row['tflops']:,.0f}",
-    )
 
 
 @block("attention-share-of-peak", "attention")

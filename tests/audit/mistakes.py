@@ -271,7 +271,7 @@ OTHERS = {
     "-m learn out=/proc/x.html": "cannot be written",
     "-m bench.tables --chek": "--chek",
     "-m bench.release --part nothing": "nothing",
-    "-m bench.release --part fp8": "fp8 needs",
+    "-m bench.release --part formulas": "formulas needs",
     "-m bench.attention --lengths 0": "0",
     "-m bench.attention --only flsh": "flsh",
     "-m bench.attention": "GPU",

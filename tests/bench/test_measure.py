@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bench.attention import bytes_moved, formulas, fp8, kernel_paths, softmax, tune
+from bench.attention import bytes_moved, formulas, kernel_paths, softmax, tune
 from bench.attention.__main__ import main as attention
 from bench.experiments.__main__ import main as experiments
 from bench.generate import decode
@@ -101,7 +101,7 @@ def test_devices_become_file_names(device, name):
     assert slug(device) == name
 
 
-MODULES = [bytes_moved, formulas, fp8, kernel_paths, softmax, tune, decode]
+MODULES = [bytes_moved, formulas, kernel_paths, softmax, tune, decode]
 BENCHMARKS = [module.main for module in MODULES] + [attention, generate, several_gpus, train_step]
 
 

@@ -11,7 +11,6 @@ from ..formula import added_by, is_biased, sums_of
 
 HEAD_DIMS = range(33, 257)  # in tiles of 64, 128 or 256 columns
 MAX_HEAD_DIM_OF_SUMS = 128  # above it, the backward has no formulas and sums no ds for learned slopes
-FP8_MAX_HEAD_DIM = 128
 # The sequence length from which a kernel was faster than the plain one on an H200, or as fast if both passes together
 # were faster: (columns, dropout, backward), then by what the scores are; plain where there is no entry. Sinks, a full
 # mask and offsets are as causal attention.
@@ -46,7 +45,6 @@ class ForwardBlocks(NamedTuple):
     ping_pong  whether the consumers start their products one after the other, so that one multiplies during the
                softmax of another (FlashAttention-3, section 3.1)
     out_in_q   whether a tile of out takes the place of its queries in shared memory
-    v_columns  whether v comes transposed, in tiles of columns x k
     optimistic whether a step keeps the rows' maxima, and looks for new ones only where its weights are too large
     """
 
@@ -58,7 +56,6 @@ class ForwardBlocks(NamedTuple):
     registers: int
     ping_pong: bool
     out_in_q: bool = False
-    v_columns: bool = False
     optimistic: bool = False
 
 
@@ -172,14 +169,6 @@ def forward_blocks(problem: Problem) -> ForwardBlocks:
         registers=160,
         ping_pong=not optimistic,
         optimistic=optimistic,
-    )
-
-
-def fp8_blocks(head_dim: int) -> ForwardBlocks:
-    """The shape of the forward with products in 8 bits, for a head size up to FP8_MAX_HEAD_DIM."""
-    columns = 64 if head_dim <= 64 else 128
-    return ForwardBlocks(
-        consumers=2, k=128, columns=columns, stages=4, q_stages=1, registers=240, ping_pong=False, v_columns=True
     )
 
 

@@ -102,11 +102,11 @@ def consumer_alone(q, k, v, parts, out, rows, program, BLOCKS: gl.constexpr, MOD
         if is_pair:
             fetch_queries(q, i_b, i_h, i_tile * ROWS, 1, buffers, barriers, BLOCKS)
         for i in range(gl.where(is_pair, 2, 1)):
-            work = Work(gl.where(i == 0, i_m, i_tile * ROWS), i_b, i_h, 0, Stage(i, 0))
+            work = Work(gl.where(i == 0, i_m, i_tile * ROWS), i_b, i_h, Stage(i, 0))
             i_step, i_order = attend(out, rows, keys, work, program, i_step, i_order, 0, BLOCKS, MODE)
             i_step += 1
     else:
-        attend(out, rows, keys, Work(i_m, i_b, i_h, 0, Stage(0, 0)), program, i_step, i_order, 0, BLOCKS, MODE)
+        attend(out, rows, keys, Work(i_m, i_b, i_h, Stage(0, 0)), program, i_step, i_order, 0, BLOCKS, MODE)
     tma.store_wait(0)
 
 
@@ -119,7 +119,7 @@ def forward_kernel(q, k, v, parts, out, rows, inputs, p_work, scalars, BLOCKS: g
     Grid: a program for each tile where it is a consumer alone, else at most one for each multiprocessor.
     """
     REGISTERS: gl.constexpr = BLOCKS.registers
-    buffers, barriers = allocate(q, v, out, BLOCKS, MODE)
+    buffers, barriers = allocate(q.dtype, BLOCKS, MODE)
     H, T = q.shape[1], q.shape[2]
     n_tiles = gl.cdiv(T, BLOCKS.consumers * ROWS)
     sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, scalars.n_together >> 2)

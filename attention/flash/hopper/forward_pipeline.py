@@ -56,14 +56,12 @@ class Barriers(NamedTuple):
 class Work(NamedTuple):
     """A tile of queries that a consumer works on: those from i_m of all consumers, of head i_h of sequence i_b.
 
-    i_kv   the key/value head, counted over all sequences
     stage  of q in shared memory
     """
 
     i_m: Any
     i_b: Any
     i_h: Any
-    i_kv: Any
     stage: Any
 
 
@@ -88,25 +86,20 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """(buffers, barriers), the barriers ready. k has v's dtype."""
+def allocate(dtype: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """(buffers, barriers), the barriers ready, for tensors of a dtype."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
     Q_TILES: gl.constexpr = CONSUMERS * BLOCKS.q_stages
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
     STAGES: gl.constexpr = BLOCKS.stages
-    V_ROWS: gl.constexpr = v.block_shape[2]
-    V_COLUMNS: gl.constexpr = v.block_shape[3]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    dtype: gl.constexpr = v.dtype
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], q.dtype)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BD], dtype)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([V_ROWS, V_COLUMNS], dtype)
-    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], out.dtype)
-    q_s = gl.allocate_shared_memory(q.dtype, [Q_TILES, ROWS, BD], q_layout)
+    q_s = gl.allocate_shared_memory(dtype, [Q_TILES, ROWS, BD], q_layout)
     out_s = q_s
     if not BLOCKS.out_in_q:
-        out_s = gl.allocate_shared_memory(out.dtype, [CONSUMERS, ROWS, BD], out_layout)
+        out_s = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout)
     work = 0
     if CONSUMERS > 1:
         work = gl.allocate_shared_memory(gl.int32, [Q_TILES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -130,7 +123,7 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     buffers = Buffers(
         q_s,
         gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
-        gl.allocate_shared_memory(dtype, [STAGES, V_ROWS, V_COLUMNS], v_layout),
+        gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
         out_s,
         work,
         parts,
@@ -188,7 +181,7 @@ def producer(q, k, v, parts, p_work, program, BLOCKS: gl.constexpr, MODE: gl.con
         i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
         for c in gl.static_range(CONSUMERS):
             stage = q_stage(i_round, c, BLOCKS)
-            hand_out(Work(i_m, i_b, i_h, i_bh // sizes.G, stage), buffers, barriers)
+            hand_out(Work(i_m, i_b, i_h, stage), buffers, barriers)
             fetch_queries(q, i_b, i_h, i_m + c * ROWS, stage.index, buffers, barriers, BLOCKS)
         pos = locate(sizes.T, sizes.S, program.inputs, program.scalars, i_b, i_bh, 1)
         n_start, _, _, n_end = key_tiles(i_m, pos, CONSUMERS * ROWS, BN, MODE)
@@ -204,7 +197,7 @@ def producer(q, k, v, parts, p_work, program, BLOCKS: gl.constexpr, MODE: gl.con
         i_round += 1
         i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1, sem="relaxed")
     for c in gl.static_range(CONSUMERS):  # a head that does not exist ends the consumers
-        hand_out(Work(0, 0, -1, 0, q_stage(i_round, c, BLOCKS)), buffers, barriers)
+        hand_out(Work(0, 0, -1, q_stage(i_round, c, BLOCKS)), buffers, barriers)
 
 
 @gluon.jit
@@ -241,10 +234,9 @@ def fetch(j, i_s, keys, buffers, barriers, BLOCKS: gl.constexpr, MODE: gl.conste
         mbarrier.expect(kv_full, 2 * k.block_type.nbytes, pred=has_k & has_v)
         mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_k != has_v)
     b_k = reinterpret(buffers.k.index(i_s), k.dtype, [1, 1, BN, BD], k.layout)
-    b_v = reinterpret(buffers.v.index(i_s), v.dtype, v.block_shape, v.layout)
-    v_position = [keys.i_b, keys.i_kv, 0, i_n + BN] if BLOCKS.v_columns else [keys.i_b, keys.i_kv, i_n + BN, 0]
+    b_v = reinterpret(buffers.v.index(i_s), v.dtype, [1, 1, BN, BD], v.layout)
     tma_load(k, [keys.i_b, keys.i_kv, i_n, 0], kv_full, b_k, pred=has_k)
-    tma_load(v, v_position, kv_full, b_v, pred=has_v)
+    tma_load(v, [keys.i_b, keys.i_kv, i_n + BN, 0], kv_full, b_v, pred=has_v)
 
 
 @gluon.jit
@@ -282,7 +274,7 @@ def hand_out(work, buffers, barriers):
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     wait_empty(barriers.q_empty, work.stage)
     o = gl.arange(0, 4, WORDS)
-    words = gl.where(o == 0, work.i_m, gl.where(o == 1, work.i_b, gl.where(o == 2, work.i_h, work.i_kv)))
+    words = gl.where(o == 0, work.i_m, gl.where(o == 1, work.i_b, work.i_h))
     buffers.work.index(work.stage.index).store(words)
     mbarrier.arrive(barriers.work_full.index(work.stage.index))
 
@@ -299,7 +291,6 @@ def next_work(i_round, buffers, barriers, c: gl.constexpr, BLOCKS: gl.constexpr)
         gl.sum(gl.where(o == 0, words, 0), 0),
         gl.sum(gl.where(o == 1, words, 0), 0),
         gl.sum(gl.where(o == 2, words, 0), 0),
-        gl.sum(gl.where(o == 3, words, 0), 0),
         stage,
     )
 

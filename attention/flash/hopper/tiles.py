@@ -7,7 +7,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..tiles import descriptor_strides
 
 TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-FP8 = {width: NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=4) for width in (64, 128)}
 PARTS = NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
 FP32 = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -22,11 +21,6 @@ class Descriptor(TensorDescriptor):
 def tiles(x: Tensor, rows: int, columns: int) -> Descriptor:
     """(B, H, T, D) of 16 bits as a kernel's argument, to be moved in tiles of rows x columns, columns >= D."""
     return Descriptor(x, x.shape, descriptor_strides(x.shape, x.stride()), [1, 1, rows, columns], TILE)
-
-
-def fp8_tiles(x: Tensor, rows: int, columns: int) -> Descriptor:
-    """(B, H, T, D) of 8 bits, contiguous, as a kernel's argument, to be moved in tiles of rows x columns."""
-    return Descriptor(x, x.shape, x.stride(), [1, 1, rows, columns], FP8[columns])
 
 
 def row_tiles(x: Tensor, T: int, rows: int) -> Descriptor:

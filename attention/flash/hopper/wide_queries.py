@@ -135,7 +135,7 @@ def producer(q, k, v, do, lse2, delta, p_work, program, BLOCKS: gl.constexpr, MO
         i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
         i_kv = i_h // sizes.G
         for c in gl.static_range(CONSUMERS):
-            hand_out(Work(i_m, i_b, i_h, 0, q_stage(i_round, c, BLOCKS)), buffers, barriers)
+            hand_out(Work(i_m, i_b, i_h, q_stage(i_round, c, BLOCKS)), buffers, barriers)
             full = barriers.q_full.index(c)
             mbarrier.expect(full, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
             tma_load(lse2, [i_bh, i_m + c * ROWS], full, buffers.lse2.index(c))
@@ -154,7 +154,7 @@ def producer(q, k, v, do, lse2, delta, p_work, program, BLOCKS: gl.constexpr, MO
         i_round += 1
         i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1, sem="relaxed")
     for c in gl.static_range(CONSUMERS):  # a head that does not exist ends the consumers
-        hand_out(Work(0, 0, -1, 0, q_stage(i_round, c, BLOCKS)), buffers, barriers)
+        hand_out(Work(0, 0, -1, q_stage(i_round, c, BLOCKS)), buffers, barriers)
 
 
 @gluon.jit
