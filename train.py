@@ -208,7 +208,6 @@ def describe_run(config: Config, trainer: Trainer) -> str:
         f"{trainer.tokens_per_step:,} tokens per step",
         f"device={device}{auto * (config.device == 'auto')}",
         f"precision={precision}{auto * (config.training.precision is Precision.auto)}",
-        *(["MLP in fp8"] if config.training.mlp_in_fp8 else []),
         *([f"{torch.get_num_threads()} threads"] if device.type == "cpu" else []),
     ]
     if trainer.world.size > 1:

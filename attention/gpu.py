@@ -87,10 +87,8 @@ def constant_when_compiled(function: Function) -> Function:
 
 
 @contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
+def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
     """Capture what this thread launches on `stream`, while Python's garbage collector pauses.
-
-    pool  of memory that graphs share which never run at the same time (CUDAGraph.pool); None: a new one
 
     A CUDA graph that is destroyed during the capture of another invalidates it, and one in a reference cycle is
     destroyed whenever Python collects garbage. torch stopped collecting before each capture (pytorch/pytorch#158193).
@@ -99,7 +97,7 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
     gc.disable()
     try:
         # Other threads, which prepare batches, may allocate.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             yield
     finally:
         if enabled:

@@ -25,7 +25,7 @@ from attention.layout import Layout, documents
 from attention.score import Range, take_rows
 from model.attention import Attend, SelfAttention, labelled
 from model.blocks import Block, Masks, Stream, call
-from model.check import check_config, fp8_mistakes
+from model.check import check_config
 from model.config import GPTConfig, ModelError, Positions, Recompute
 from model.dropout import Mask, draw_masks, drop
 from model.embedding import lookup
@@ -52,14 +52,12 @@ class Computation:
     recompute         the part that the backward pass recomputes
     loss              how the loss over the vocabulary is computed
     residual_in_fp32  under autocast, add the sub-layers' outputs up in fp32; else in autocast's dtype
-    mlp_in_fp8        in training, compute the MLP's products of the forward pass in e4m3
     device, dtype     where and in which precision the model will compute, which its attention must support
     """
 
     recompute: Recompute = Recompute.none
     loss: LossKind = LossKind.auto
     residual_in_fp32: bool = True
-    mlp_in_fp8: bool = False
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
 
@@ -105,9 +103,6 @@ class GPT(nn.Module):
         self.options = options = score or ScoreConfig()
         self.scores = layer_scores(options, config.n_layers)
         device, dtype = torch.device(self.computation.device), self.computation.dtype
-        if self.computation.mlp_in_fp8:
-            for sentence in fp8_mistakes(config, device, dtype):
-                raise ModelError(sentence)
         shape = AttentionShape(config.head_size, config.n_heads, config.kv_heads, dtype, device, self.scores)
         attend.check(replace(shape, documents=documents))
         if self.computation.recompute is Recompute.around_attention and not attend.operators:
@@ -135,8 +130,6 @@ class GPT(nn.Module):
         )
         self.embed_norm = build_norm(config) if config.embed_norm else nn.Identity()
         self.further = FurtherToken(config, self.scores[-1], options, recompute_attention) if config.mtp else None
-        for mlp in (module for module in self.modules() if isinstance(module, MLP)):
-            mlp.in_fp8 = self.computation.mlp_in_fp8
         self.apply(self.initialise)
 
     @torch.no_grad()

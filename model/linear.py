@@ -4,8 +4,6 @@
 
 torch takes such products from its BLAS, which in its packages for x86 is MKL. On AMD's processors with AVX-512 MKL is
 half as fast as oneDNN, another library of these packages. The two round differently.
-
-Compiled training in half precision takes the products of model/half_linear.py on GPUs that have them.
 """
 
 from __future__ import annotations
@@ -18,9 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from model.cublaslt import is_trained_in_half
-from model.half_linear import half_linear
 
 
 class Products(Enum):
@@ -48,9 +43,6 @@ def products_by(library: Products) -> Iterator[None]:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x w^T + b for x (..., in), weight (out, in), bias (out,): (..., out)."""
-    # The host takes longer to launch operators of our own, which compiled steps hide: they replay their launches.
-    if bias is None and torch.compiler.is_compiling() and is_trained_in_half(x, len(weight)):
-        return half_linear(x, weight)
     if not _Setting.onednn or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     if x.dtype is not torch.float32 or weight.dtype is not torch.float32:

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.gpu import HAS_TRITON
-from model.cublaslt import multiply
 from model.linear import linear
 
 IGNORE_INDEX = -100
@@ -108,11 +107,10 @@ def chunked_cross_entropy(
     with torch.autocast(hidden.device.type, enabled=False):
         w = weight.to(hidden.dtype)
         buffer = hidden.new_empty(rows, V)
-        mm = multiply if with_gradients else torch.mm  # whose fastest way is measured for training's shapes alone
         for start in range(0, N, rows):
             chunk = slice(start, min(start + rows, N))
             h = hidden[chunk]
-            x = mm(h, w.T, out=buffer[: len(h)])
+            x = torch.mm(h, w.T, out=buffer[: len(h)])
             losses[chunk] = softmax_gradient_(x, targets[chunk], vocab_size, cap)
             if with_gradients:
                 torch.mm(x, w, out=d_hidden[chunk])

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import Activation, GPTConfig
-from model.cublaslt import is_trained_in_half
-from model.fused_mlp import fused_mlp
+from model.fused_mlp import fused_mlp, is_trained_in_half
 from model.linear import Linear
 
 
@@ -37,28 +36,14 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def is_trained_in_bf16(device_type: str) -> bool:
-    """Whether autograd records operators that autocast computes in bf16."""
-    return (
-        torch.is_grad_enabled()
-        and device_type != "meta"  # which autocast does not know
-        and torch.is_autocast_enabled(device_type)
-        and torch.get_autocast_dtype(device_type) == torch.bfloat16
-    )
-
-
 PLAIN: dict[Activation, Callable[[Tensor], Tensor]] = {Activation.gelu: gelu, Activation.relu2: relu2}
 GATED: dict[Activation, Callable[[Tensor], Tensor]] = {Activation.swiglu: F.silu, Activation.geglu: gelu}
 
 
 class MLP(nn.Module):
-    """Two linear layers, with a function between them that a third one may gate.
-
-    in_fp8  in training, compute the products of the forward pass in e4m3 (model/fused_mlp.py)
-    """
+    """Two linear layers, with a function between them that a third one may gate."""
 
     c_gate: Linear | None
-    in_fp8 = False
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -70,10 +55,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., C) to (..., C)."""
-        in_fp8 = self.in_fp8 and is_trained_in_bf16(x.device.type)
-        is_fused = self.activation is gelu and self.c_gate is None and is_trained_in_half(x, self.c_fc.out_features)
-        if in_fp8 or is_fused:
-            return fused_mlp(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias, in_fp8)
+        if self.activation is gelu and self.c_gate is None and is_trained_in_half(x, self.c_fc.out_features):
+            return fused_mlp(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)
         if self.c_gate is None:
             return self.c_proj(self.activation(self.c_fc(x)))
         return self.c_proj(self.activation(self.c_gate(x)) * self.c_fc(x))

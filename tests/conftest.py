@@ -111,7 +111,7 @@ def horizons(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 
 # Files of tests/model and tests/data that take more than two seconds; the others come last.
-LONGER = {"test_fused_norm.py", "test_one_token.py", "test_parts.py", "test_prepare.py"}
+LONGER = {"test_fused_norm.py", "test_parts.py", "test_prepare.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

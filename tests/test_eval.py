@@ -29,7 +29,7 @@ from recipe.infer.evaluation.models import ExportedModel, TrainedModel
 from recipe.infer.evaluation.scorer import Scorer, rolling_windows
 from recipe.infer.evaluation.tasks import run_file
 from recipe.infer.trained import ModelChoice, load_trained
-from recipe.run.config import Config
+from recipe.run.config import Config, ConfigError
 from recipe.run.run_folder import locked
 from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import save_checkpoint
@@ -194,14 +194,18 @@ def test_the_moving_average_of_the_weights_is_measured_on_request(tmp_path):
     assert evaluated(run, *arguments)[f"{text} weights=ema"]["loss"] == plain["loss"]
 
 
-def test_a_run_that_trained_its_mlp_in_fp8_is_evaluated_on_any_device(tmp_path):
+def test_a_removed_option_is_ignored_at_its_default_and_refused_else(tmp_path):
     text, run = tmp_path / "book.txt", make_run(tmp_path / "run")
     text.write_text("A line of text.\n" * 5)
     arguments = ["data=text", f"data.path={text}"]
     plain = evaluated(run, *arguments)
     config = run / ".hydra" / "config.yaml"
-    config.write_text(config.read_text().replace("mlp_in_fp8: false", "mlp_in_fp8: true"))
+    recorded = config.read_text()
+    config.write_text(recorded.replace("training:\n", "training:\n  mlp_in_fp8: false\n"))
     assert evaluated(run, *arguments) == plain
+    config.write_text(recorded.replace("training:\n", "training:\n  mlp_in_fp8: true\n"))
+    with pytest.raises(ConfigError, match=r"training\.mlp_in_fp8 is no longer an option; .* version that trained"):
+        evaluated(run, *arguments)
 
 
 def test_documents_that_share_a_window_have_the_losses_of_documents_alone(tmp_path):

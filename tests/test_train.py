@@ -294,13 +294,6 @@ def test_documents_of_a_row_are_separated_in_training_evaluation_and_the_probe(
     assert len(set(at_the_start)) == 3
 
 
-def test_a_run_whose_mlp_is_in_fp8_says_so_and_is_probed(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
-    training = replace(config.training, steps=2, sample_tokens=0, precision=Precision.bf16, mlp_in_fp8=True)
-    folder = run(replace(config, device="cpu", training=training, parity=ParityConfig(every=1)), "run")
-    assert "precision=bf16  MLP in fp8" in capsys.readouterr().out
-    assert summary(folder)["parity"]["worst_grad_rel_err"] == 0  # of naive against itself
-
-
 def test_a_window_as_long_as_the_sequences_gets_a_note_that_it_hides_nothing(
     config: Config, capsys: pytest.CaptureFixture[str]
 ):

@@ -94,15 +94,6 @@ def same_training() -> Iterator[Run]:
         yield Run({"run": name, "seed": seed}, f"{shape} {kinds[name]} seed={seed}", losses=True)
 
 
-def mlp_in_fp8() -> Iterator[Run]:
-    """training.mlp_in_fp8 and the default on a GPU, with the same nine seeds."""
-    shape = f"{AT_1024} {QUIET} attention=flash training.compile=true training.steps=300 training.batch_size=16"
-    shape += " optimizer.lr=3e-4 schedule.warmup_steps=60 training.log_every=1 training.eval_every=100"
-    for seed, mlp in product(range(1, 10), ("bf16", "fp8")):
-        chosen = f"training.mlp_in_fp8={str(mlp == 'fp8').lower()}"
-        yield Run({"mlp": mlp, "seed": seed}, f"{shape} {chosen} seed={seed}", losses=seed <= 2)
-
-
 def variants() -> Iterator[Run]:
     """experiment=variants with GPT-2: every score, with naive and flash."""
     shape = f"{of('variants')} {AT_1024} {QUIET} training.compile=true parity.every=100 seed=1"
@@ -219,7 +210,6 @@ EXPERIMENTS: dict[str, Callable[[], Iterator[Run]]] = {
     "dropout-parity": dropout_parity,
     "losses": losses,
     "same-training": same_training,
-    "mlp-in-fp8": mlp_in_fp8,
     "variants": variants,
     "break-it": break_it,
     "crossover": crossover,

@@ -60,9 +60,3 @@ def draw(figure: Figure, palette: Palette, runs: Mapping[str, Losses]) -> None:
 def chart(rows: Sequence[Row]) -> Chart:
     """README's first figure."""
     return Chart("losses", "Training losses of flash and naive with dropout", "", partial(draw, runs=runs(rows)))
-
-
-def chart_of_fp8(rows: Sequence[Row]) -> Chart:
-    """The MLP in fp8 beside the default."""
-    of_rows = runs(rows, "mlp", ("bf16", "fp8"))
-    return Chart("mlp-in-fp8", "Training losses with training.mlp_in_fp8=true", "", partial(draw, runs=of_rows))

@@ -30,7 +30,6 @@ GROUPS = {
         "attention/scores",
         "attention/flash/decode.py",
         "attention/flash/decode_kernel.py",
-        "model/token_kernel.py",
     ),
     "model": (
         "model/softmax_kernel.py",

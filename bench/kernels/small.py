@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -16,10 +16,8 @@ from bench.kernels.compiler import Launch
 from bench.kernels.plain import EVERYTHING
 from model.dropout_kernel import launch_draw_bits
 from model.norm_kernel import launch_add_norm, launch_add_norm_gradient
-from model.positions import PositionTables
 from model.rotation_kernel import launch_rotate, launch_rotate_gradient
 from model.softmax_kernel import launch_softmax_gradient
-from model.token_kernel import Form, Linear, Norm, launch_product, launch_projection
 from recipe.distributed.pairwise_kernel import launch_add_pairwise
 
 # architecture -> dtypes and page sizes of caches; None: contiguous
@@ -50,8 +48,6 @@ def launches(architecture: int) -> Iterator[Launch]:
     given = torch.empty(64), torch.empty(64, 32), torch.empty(64, 32), 1e-6
     yield Launch(f"model/sm{architecture}/rotation", lambda: launch_rotate(q, *given))
     yield Launch(f"model/sm{architecture}/rotation-gradient", lambda: launch_rotate_gradient(dy, q, *given))
-    for kind, call in tokens().items():
-        yield Launch(f"cache/sm{architecture}/token-{kind}", call)
     x, out, bits = torch.empty(2, 64, 768), q.new_empty(2, 64, 768), torch.empty(2, 64, 96, dtype=torch.uint8)
     weight, stats = torch.empty(768), torch.empty(128, 2)
     yield Launch(
@@ -69,29 +65,6 @@ def launches(architecture: int) -> Iterator[Launch]:
         )
     for kind in softmax.KERNELS:
         yield Launch(f"softmax/sm{architecture}/{kind}", partial(softmax.softmax, torch.empty(10, 4000), kind))
-
-
-def tokens() -> dict[str, Callable[[], object]]:
-    """The kernels of a token in Llama's block of 1B, and the first in GPT-2's."""
-    x, q = torch.empty(2048), torch.empty(1, 32, 1, 64, dtype=torch.bfloat16)
-    k, v = torch.empty(2, 1, 8, 849, 64, dtype=torch.bfloat16)
-    cache = Cache(k, v, torch.zeros(1, dtype=torch.int32))
-    norm, form = Norm(x, None, 1e-5), Form(2048, "rms")
-    tables = PositionTables(torch.empty(2048, 32), torch.empty(2048, 32))
-    h, own_x, own_norm = torch.empty(8192, dtype=torch.bfloat16), x[:768], Norm(x[:768], x[:768], 1e-5)
-
-    def linear(rows: int, columns: int, biased: bool = False) -> Linear:
-        bias = torch.empty(rows, dtype=torch.bfloat16) if biased else None
-        return Linear(torch.empty(rows, columns, dtype=torch.bfloat16), bias)
-
-    gated, plain = form._replace(function="silu"), Form(768, "layer", False, "gelu")
-    return {
-        "projection": lambda: launch_projection(x, norm, linear(3072, 2048), cache, tables, form, q),
-        "output": lambda: launch_product(q, None, linear(2048, 2048), None, x, Form(2048, adds=True)),
-        "gated": lambda: launch_product(x, norm, linear(8192, 2048), linear(8192, 2048), h, gated),
-        "down": lambda: launch_product(h, None, linear(2048, 8192), None, x, Form(8192, adds=True)),
-        "gelu": lambda: launch_product(own_x, own_norm, linear(3072, 768, True), None, h[:3072], plain),
-    }
 
 
 def append_and_attend(dtype: torch.dtype, page: int | None) -> None:

@@ -124,20 +124,6 @@ PARTS = (
     ),
     *(
         Part(
-            f"train-step-fp8-{model}-{in_fp8}",
-            f"{ONE_SHAPE} --name train-step-fp8 --shapes {shape} -- {overrides} training.mlp_in_fp8={in_fp8}",
-            "train-step-fp8",
-            1,
-            kernels=STEP,
-        )
-        for model, shape, overrides in (
-            ("gpt2", "32x1024", "model=gpt2"),
-            ("gpt2-xl", "16x1024", "model=gpt2-xl training.residual_in_fp32=false"),
-        )
-        for in_fp8 in ("false", "true")
-    ),
-    *(
-        Part(
             f"nanogpt-{rate}",
             f"bench.train_step.nanogpt {NANOGPT} --dropout {rate}",
             "nanogpt",
@@ -151,7 +137,6 @@ PARTS = (
     runs("dropout-parity", 3),
     runs("losses", 4),
     runs("same-training", 5),
-    runs("mlp-in-fp8", 6),
     runs("variants", 7),
     runs("break-it", 4),
     runs("crossover", 6),

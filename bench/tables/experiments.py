@@ -5,14 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from bench.experiments.losses import chart as losses_chart
-from bench.experiments.losses import chart_of_fp8
 from bench.markdown import pivot, table
 from bench.record import Row
 from bench.tables.blocks import Rows, block, figure
 from bench.tables.labels import case, thousands
 from bench.tables.training import long_speeds, second_step
-from recipe.compare.arena.config import ArenaConfig
-from recipe.compare.arena.statistics import ALPHA, judge, paired
 from recipe.compare.drawing import Chart
 from recipe.wording import times
 
@@ -231,26 +228,6 @@ def first_ablation(rows: Rows) -> str:
     lines.append(["mean", *means, f"{np.mean(differences):+.4f}"])
     lines.append(["standard deviation", *spreads, f"{np.std(differences, ddof=1):.4f}"])
     return table(["seed", "every earlier token", "the last 16", "difference"], lines)
-
-
-@block("mlp-in-fp8", "mlp-in-fp8")
-def mlp_in_fp8(rows: Rows) -> str:
-    """The final validation losses with training.mlp_in_fp8=true and without, seed by seed, and the arena's verdict."""
-    losses = {(case(row, "mlp"), row["case"]["seed"]): row["val_loss"] for row in rows}
-    pairs = [(seed, value, losses["fp8", seed]) for (name, seed), value in losses.items() if name == "bf16"]
-    lines = [[str(seed), f"{half:.4f}", f"{fp8:.4f}", f"{fp8 - half:+.4f}"] for seed, half, fp8 in sorted(pairs)]
-    test, loss = paired([fp8 - half for _, half, fp8 in pairs]), np.mean([half for _, half, _ in pairs])
-    low, high = test.interval(ALPHA)
-    verdict = judge((low, high), ArenaConfig.margin * float(loss)).value
-    lines.append(["mean", f"{loss:.4f}", f"{loss + test.mean:.4f}", f"{test.mean:+.4f} ({low:+.4f} to {high:+.4f})"])
-    lines.append([f"verdict, with a margin of {100 * ArenaConfig.margin:g} %", "", "", f"*{verdict}*"])
-    return table(["seed", "`training.mlp_in_fp8=false`", "`training.mlp_in_fp8=true`", "difference"], lines)
-
-
-@figure("mlp-in-fp8", "mlp-in-fp8")
-def mlp_in_fp8_figure(rows: Rows) -> Chart:
-    """The training losses of the first seed, in docs/fp8.md."""
-    return chart_of_fp8(rows)
 
 
 @figure("losses", "losses")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 from bench.markdown import pivot, table
 from bench.record import Row
 from bench.tables.blocks import Rows, block, figure
@@ -85,18 +83,6 @@ def sizes(rows: Rows) -> str:
         for row in sorted(rows, key=lambda row: (length(row), row["tokens_per_s"]), reverse=True)
     )  # fmt: skip
     return table(["", "batch x seq_len", "thousand tokens/s", "MFU", "GiB"], lines)
-
-
-@block("train-step-fp8", "train-step-fp8", "h100:train-step-fp8")
-def in_fp8(*rows: Rows) -> str:
-    """Steps with training.mlp_in_fp8=true and without, of two models, each on one GPU."""
-    return pivot(
-        sorted(chain(*rows), key=lambda row: row["extra"]),
-        lambda row: f"`{row['extra'][0]}`, {shape(row)}, {row['measurement']['device'].split()[1]}",
-        lambda row: f"`{row['extra'][-1]}`",
-        lambda row: f"{row['tokens_per_s'] / 1e3:.1f} ({row['peak_allocated_gib']:.1f})",
-        corner="thousand tokens/s (GiB)",
-    )
 
 
 @block("recompute", "h100:train-step")

@@ -132,7 +132,7 @@ def load_any(run: Path, choice: ModelChoice, seq_len: int | None = None, documen
         seq_len=longest,
         attention=replace(chosen, precision=choice.attention_precision),
         data=config.data if documents else replace(config.data, documents=Documents.ignore),
-        training=replace(config.training, recompute=Recompute.none, mlp_in_fp8=False),  # both are for training alone
+        training=replace(config.training, recompute=Recompute.none),  # it is for training alone
     )
     if start is None:
         model = build_gpt(used, vocab_size, on)

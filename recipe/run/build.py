@@ -79,7 +79,6 @@ def build_gpt(config: Config, vocab_size: int, device: torch.device) -> GPT:
             training.recompute,
             training.loss,
             training.residual_in_fp32,
-            training.mlp_in_fp8,
             device=device,
             dtype=dtype,
         ),

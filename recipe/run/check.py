@@ -17,7 +17,7 @@ from data.corpora import CORPORA
 from data.tasks import TASKS
 from data.tasks.batches import check_length
 from data.tokenizers import SIZES
-from model.check import fp8_mistakes, model_mistakes
+from model.check import model_mistakes
 from model.score import layer_scores, score_mistakes
 from model.score_tensors import ScoreTensors
 from recipe.distributed.config import check_context, check_parallel
@@ -131,8 +131,6 @@ def device_mistakes(config: Config) -> Iterator[str]:
             "training.residual_in_fp32=false has no effect in fp32 (training.precision="
             f"{config.training.precision.value} on {device}); leave it out, or set training.precision=bf16."
         )
-    if config.training.mlp_in_fp8:
-        yield from fp8_mistakes(config.model, device, precision.dtype)
     shape = attention_shape(config, device)
     yield from refusal(lambda: build_attention(config.attention).check(shape))
     yield from refusal(check_parity, config.parity, config.attention, shape)

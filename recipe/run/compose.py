@@ -24,6 +24,7 @@ from recipe import CONF
 from recipe.compare.queue import arena, ladder, launcher
 from recipe.run.arguments import suggestion
 from recipe.run.config import Config, ConfigError, holds_mapping, is_key, keys, register
+from recipe.run.removed import refusal
 from recipe.run.wording import expected, explain, misses_shape
 
 MOST_JOBS = 10_000  # of a sweep: each is composed and checked before the first one starts
@@ -112,6 +113,8 @@ def mistakes(line: str) -> Iterator[str]:
         yield f"{line} would leave {key} without a value; write {key}=<value>."
     elif not key:
         yield f"{line} is not an override; write key=value without blanks."
+    elif (sentence := refusal(key)) is not None:
+        yield sentence
     elif key not in known and not is_key(key):
         namesakes = [name for name in known if "." in name and name.rpartition(".")[2] == key.rpartition(".")[2]]
         hint = f"; did you mean {' or '.join(namesakes)}?" if namesakes else suggestion(key, known)

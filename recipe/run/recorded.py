@@ -18,6 +18,7 @@ from model.check import model_mistakes
 from model.score import score_mistakes
 from recipe.errors import sentence_of
 from recipe.run.config import Config, ConfigError, keys, register
+from recipe.run.removed import removed_options, without_removed
 from recipe.run.run_folder import CONFIG, read_config_values
 
 MOST_REFERENCES = 24  # in a configuration: a chain of them takes time exponential in its length
@@ -30,7 +31,9 @@ def read_config(run: Path) -> Config:
     register()  # older runs recorded references to the resolvers of experiments
     path = run / CONFIG
     try:
-        values = read_config_values(run)
+        values = without_removed(read_config_values(run))
+        for sentence in removed_options(values):
+            raise ConfigError(f"{path}: {sentence} Or use the version that trained the run.")
         if (reference := foreign_reference(values)) is not None:
             raise ConfigError(f"{path} holds {reference}, and only options of the run may be referred to; remove it.")
         config: Config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))  # type: ignore

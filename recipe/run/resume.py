@@ -17,6 +17,7 @@ from recipe.distributed.world import World
 from recipe.run.compose import by_key, choices, lines, parsed
 from recipe.run.config import Config, ConfigError, as_plain, is_key
 from recipe.run.recorded import foreign_reference
+from recipe.run.removed import is_at_removed_default, refusal
 from recipe.run.run_folder import OUTPUTS, OVERRIDES, check_not_running, read_config_values, read_overrides
 from recipe.training.checkpoint import CheckpointError, newest_valid, read_manifest
 from recipe.wording import as_typed
@@ -59,7 +60,8 @@ def recorded_overrides(run: Path) -> list[Override]:
     """
     path = run / OVERRIDES
     try:
-        return [own_override(line) for line in read_overrides(run)]
+        lines_today = [line for line in read_overrides(run) if not is_at_removed_default(line)]
+        return [own_override(line) for line in lines_today]
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
     except UntrustedError as error:
@@ -77,6 +79,8 @@ def own_override(line: str) -> Override:
     except (HydraException, RecursionError, UntrustedError):
         raise UntrustedError(f"holds {line[:200]}, which is no override") from None
     key, files = override.key_or_group, choices()
+    if (sentence := refusal(key)) is not None:
+        raise ConfigError(f"The run recorded {line}. {sentence} Or resume it with the version that trained it.")
     ours = is_key(key) or (key in files and (value is None or value in files[key]))
     plain = override.type is not OverrideType.DEL and override.package is None and not override.is_sweep_override()
     if not (ours and plain) or "_target_" in line or foreign_reference(value) is not None:

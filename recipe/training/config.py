@@ -27,8 +27,6 @@ class TrainingConfig:
                       micro-batches, as a CUDA graph
     recompute         the part that the backward pass recomputes: less memory, more time
     residual_in_fp32  in half precision, keep the residual stream in fp32: more exact, more memory, more time
-    mlp_in_fp8        compute the products of the MLP's forward pass in e4m3, of 4 significant bits: less memory, less
-                      time; evaluation keeps the precision above
     loss              how the loss over the vocabulary is computed
     log_every         steps between two lines of metrics.jsonl
     eval_every        steps between two evaluations, the first before training, the last after it; 0: none
@@ -57,7 +55,6 @@ class TrainingConfig:
     cuda_graph: bool = True
     recompute: Recompute = Recompute.none
     residual_in_fp32: bool = True
-    mlp_in_fp8: bool = False
     loss: LossKind = LossKind.auto
     log_every: int = 10
     eval_every: int = 200

@@ -44,14 +44,12 @@ class Case:
     T: int = 1024
     micro_steps: int = 1
     optimizer: str = "adamw"
-    mlp_in_fp8: bool = False
 
 
 SHARD, ANY_ORDER = ParallelConfig(DataParallel.shard), ParallelConfig(exact=False)
 CASES = {
     "replicate, compiled": Case(ParallelConfig(), compile=True),
     "replicate, two micro-batches": Case(ParallelConfig(), compile=True, micro_steps=2),
-    "replicate, MLP in fp8": Case(ParallelConfig(), compile=True, mlp_in_fp8=True),
     "replicate, eager": Case(ParallelConfig(), compile=False),
     "shard, eager": Case(SHARD, compile=False),
     "shard, compiled": Case(SHARD, compile=True),
@@ -82,7 +80,7 @@ def train(world: World, device: torch.device, case: Case) -> list[str]:
     attend = build_attention(AttentionConfig("flash", dropout=dropout))
     model = GPT(
         GPTConfig("gpt2", 2, 12, None, 768, dropout), VOCAB, case.T, attend,
-        Computation(loss=LossKind.chunked, mlp_in_fp8=case.mlp_in_fp8, device=device, dtype=torch.bfloat16),
+        Computation(loss=LossKind.chunked, device=device, dtype=torch.bfloat16),
     )  # fmt: skip
     training = TrainingConfig(
         steps=STEPS, batch_size=B, batch_tokens=count * B * case.T, precision=Precision.bf16, compile=case.compile

@@ -168,10 +168,8 @@ def test_a_graph_that_is_garbage_outlives_the_capture_of_another():
 
 @pytest.mark.slow
 def test_compiled_a_single_sequence_gets_the_same_tokens():
-    """Prompts one after the other, of which some share a graph of their prefill."""
     model, given, sampling = build(GROUPED, MANY, "flash", "cuda"), prompts(33, 130, 5, 128), Sampling(0.8, seed=1)
     compiled = Engine(model, [Request(prompt, 60) for prompt in given], sampling, compile=True)
     for _ in compiled.run():
         pass
-    assert set(compiled.steps.prefills) == {128, 256}  # tokens
     assert [request.tokens for request in compiled.requests] == served(model, given, sampling)

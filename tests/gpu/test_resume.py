@@ -33,7 +33,6 @@ OVERRIDES = [
         ["attention=flash", "training.batch_tokens=768"],
         ["attention=flash", "training.compile=true"],  # replayed as a CUDA graph
         ["attention=flash", "training.compile=true", "training.batch_tokens=768", "training.recompute=block"],
-        ["attention=flash", "training.compile=true", "training.mlp_in_fp8=true"],
         ["attention=flash", "training.compile=true", "optimizer=muon", "training.ema=0.9"],
     ],
     ids=" ".join,

@@ -47,7 +47,7 @@ def trainer(
     attention_config = AttentionConfig(name=attention, dropout=0.1, rng=rng)
     attend = build_attention(attention_config)
     size = GPTConfig(n_layers=2, n_heads=2, n_embd=128, dropout=0.1)
-    computation = Computation(config.recompute, loss, mlp_in_fp8=config.mlp_in_fp8, device=DEVICE, dtype=torch.bfloat16)
+    computation = Computation(config.recompute, loss, device=DEVICE, dtype=torch.bfloat16)
     model = GPT(size, VOCAB, T, attend, computation, score=score)
     schedule = ScheduleConfig(warmup_steps=2)
     whole = Config(
@@ -66,7 +66,6 @@ def batch(step: int, micro_steps: int = 1) -> list[Batch]:
     [
         *({"recompute": recompute} for recompute in Recompute),
         {"optimizer": "muon", "ema": 0.9},
-        {"mlp_in_fp8": True},
         *({"batch_tokens": micro_steps * B * T} for micro_steps in (2, 5)),
     ],
     ids=lambda options: " ".join(map(str, options.values())),

@@ -20,12 +20,12 @@ from attention.dropout import DropoutKey, keep_mask
 from attention.flash import op
 from attention.interface import AttentionShape, UnsupportedAttention
 from attention.naive import NaiveAttention
-from model.config import Activation, GPTConfig, ModelError, Positions, Recompute
+from model.config import GPTConfig, ModelError, Positions, Recompute
 from model.counting import flops_per_token, num_parameters
 from model.embedding import Lookup, lookup_gradient
 from model.gpt import GPT, Computation
 from model.loss import LossKind
-from model.mlps import MLP, gelu
+from model.mlps import gelu
 from model.positions import position_tables
 
 SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
@@ -272,23 +272,6 @@ def test_recomputing_around_attention_is_refused_where_there_is_no_kernel():
     attend = build_attention(AttentionConfig("sdpa", backend=SDPABackend.math))
     with pytest.raises(ModelError, match="attention=sdpa names none"):
         GPT(SMALL, 100, 16, attend, Computation(Recompute.around_attention))
-
-
-def test_an_mlp_in_fp8_is_every_blocks_and_refused_where_it_cannot_be():
-    in_bf16 = Computation(mlp_in_fp8=True, dtype=torch.bfloat16)
-    model = build(replace(SMALL, mtp=0.3), computation=in_bf16)
-    assert all(mlp.in_fp8 for mlp in model.modules() if isinstance(mlp, MLP))
-    with torch.autocast("cpu", torch.bfloat16):
-        ours, plain = (build(SMALL, computation=x)(*window()) for x in (in_bf16, Computation(dtype=torch.bfloat16)))
-    torch.testing.assert_close(ours, plain, rtol=0.01, atol=0)
-    assert not torch.equal(ours, plain)
-    for config, computation, sentence in (
-        (SMALL, Computation(mlp_in_fp8=True), "needs training.precision=bf16"),
-        (replace(SMALL, mlp=Activation.swiglu), in_bf16, "needs model.mlp=gelu, and this is swiglu"),
-        (replace(SMALL, mlp_width=24), in_bf16, "a multiple of 16 for model.mlp_width, and this is 24"),
-    ):
-        with pytest.raises(ModelError, match=sentence):
-            build(config, computation=computation)
 
 
 @pytest.mark.parametrize(("in_fp32", "expected"), [(True, torch.float32), (False, torch.bfloat16)])

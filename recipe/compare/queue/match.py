@@ -9,7 +9,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from data.tasks import TASKS
 from data.tokenizers import SIZES
-from model.check import FP8_MULTIPLE
 from model.counting import num_parameters
 from recipe.compare.queue.jobs import SweepError
 from recipe.run.build import build_gpt
@@ -19,16 +18,16 @@ from recipe.run.config import Config
 def matching_width(name: str, arm: Config, baseline: Config) -> int:
     """The MLP's width with which an arm's parameters are nearest to the baseline's. Raises SweepError where even the
     narrowest has more."""
-    width, step = arm.model.mlp_width or 4 * arm.model.n_embd, FP8_MULTIPLE if arm.training.mlp_in_fp8 else 1
+    width = arm.model.mlp_width or 4 * arm.model.n_embd
     at_width, one_more = parameters(arm, width), parameters(arm, width + 1)
     excess = at_width - parameters(baseline, baseline.model.mlp_width)
-    wanted = width - step * round(excess / (step * (one_more - at_width)))
-    if wanted < 1:
+    matching = width - round(excess / (one_more - at_width))
+    if matching < 1:
         raise SweepError(
             f"arm {name} has more parameters than the baseline with any width of its MLP; use arena.match=none, or "
             "make the arm smaller."
         )
-    return wanted
+    return matching
 
 
 def config_of(cfg: DictConfig) -> Config:
@@ -39,11 +38,7 @@ def config_of(cfg: DictConfig) -> Config:
 
 def parameters(config: Config, mlp_width: int | None) -> int:
     """The number of a model's parameters with an MLP of this width."""
-    sized = replace(
-        config,
-        model=replace(config.model, mlp_width=mlp_width),
-        training=replace(config.training, mlp_in_fp8=False),  # it adds no parameter, and refuses a CPU in fp32
-    )
+    sized = replace(config, model=replace(config.model, mlp_width=mlp_width))
     with torch.device("meta"):
         return num_parameters(build_gpt(sized, vocab_size(config), torch.device("cpu")))
 

@@ -117,8 +117,7 @@ class Engine:
             row = ROW if device.type == "cuda" and slots > 1 and "documents" in model.attend.supports else 0
         self.row = row and max(row, *(padded(len(request.prompt)) for request in requests))
         streams = any(request.stream != FIRST_STREAM for request in requests)
-        prompts = [] if self.row else [len(request.prompt) for request in requests if request.limit > 0]
-        self.steps = Steps(model, sampling, size, noise_rows, streams, dtype, compile, prompts)
+        self.steps = Steps(model, sampling, size, noise_rows, streams, dtype, compile)
         self.owners: list[Request | None] = [None] * slots  # the request that each slot belongs to
         self.owners_changed = False  # since the last update of the device's list of active slots
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.cache import upload
@@ -36,29 +35,10 @@ class Row(NamedTuple):
         moved = {name: upload(x, device) for name, x in self._asdict().items() if x is not None}
         return self._replace(**moved)
 
-    def copy_(self, row: Row) -> None:
-        """Take the values of a row of the host's, without waiting for the device."""
-        for to, x in zip(self, row, strict=True):
-            if to is not None and x is not None:
-                to.copy_(upload(x, to.device))
-
 
 def padded(tokens: int) -> int:
     """The room that a prompt takes in a row with others."""
     return -(-tokens // ALIGNMENT) * ALIGNMENT
-
-
-def blank(length: int) -> Row:
-    """A row without prompts, for one slot."""
-    numbers = torch.zeros(1, length, dtype=torch.int64)
-    none = torch.zeros(1, dtype=torch.int64)
-    return Row(numbers, numbers, none, none, torch.zeros(2, dtype=torch.int32), None)
-
-
-def lengthened(row: Row, length: int) -> Row:
-    """The row of a single prompt with further tokens behind it, which no token of the prompt sees."""
-    more = length - row.tokens.shape[1]
-    return row._replace(tokens=F.pad(row.tokens, (0, more)), positions=F.pad(row.positions, (0, more)))
 
 
 def lay_out(prompts: Mapping[int, Sequence[int]], slots: int, length: int) -> Row:

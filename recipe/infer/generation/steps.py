@@ -7,11 +7,9 @@ shapes: on a GPU it is one replayed CUDA graph. Only `from_scratch` waits for th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,16 +26,14 @@ from attention import (
     documents,
 )
 from attention.gpu import capturing
-from model import one_token
 from model.cache import CacheSize, Decode, KVCache, Prefill, upload
 from model.forward import Embedded, Pass
 from model.gpt import GPT
-from model.positions import PositionTables, position_tables
-from recipe.infer.generation.rows import Row, blank, lengthened, padded
+from model.positions import position_tables
+from recipe.infer.generation.rows import Row
 from recipe.infer.generation.sampling import Noise, Sampling, Stream
 
 WARMUP_CALLS = 3  # before a CUDA graph is captured, which must not contain compilation
-LONGEST_GRAPHED = 4096  # tokens: longer prefills keep the GPU busy without a CUDA graph
 
 
 class Steps:
@@ -57,13 +53,11 @@ class Steps:
         streams: bool = False,
         dtype: torch.dtype = torch.float32,
         compile: bool = False,
-        prompts: Iterable[int] = (),
     ) -> None:
         """See Engine for the arguments.
 
         noise_rows  rows of Noise
         streams     whether each sequence has a separate stream of random numbers
-        prompts     their lengths: with `compile`, the prefill of one prompt after the other is a CUDA graph too
         """
         self.device, self.dtype, self.sampling = model.wte.weight.device, dtype, sampling
         by_column = self.device.type == "cpu" and size.slots == 1
@@ -79,23 +73,14 @@ class Steps:
         self.tokens, self.steps = (torch.zeros(size.slots, dtype=torch.int64, device=self.device) for _ in range(2))
         self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
         # Functions, not this object's methods: a cycle with them would keep the cache until Python collects garbage.
-        self.decoding, self.begin = self.model, Steps.begin_token
-        self.pool: Any = None  # of memory, of all graphs
-        self.one_token = size.slots == 1 and one_token.has_kernels(self.model, self.head)
-        self.end: Callable[[Steps, Tensor], None] = Steps.take_token if self.one_token else Steps.end_token
+        self.decoding, self.begin, self.end = self.model, Steps.begin_token, Steps.end_token
         if compile:
             options = compiler_options(size.slots)
-            self.decoding = self.model if self.one_token else compiled(self.model, options)
+            self.decoding = compiled(self.model, options)
             self.begin = torch.compile(self.begin, dynamic=False, options=options)
             self.end = torch.compile(self.end, dynamic=False, options=options)
         has_graph = self.device.type == "cuda" and self.decoder is not None
         self.graph = self.graphed(self.decode_step) if has_graph else None
-        self.prefills: dict[int, tuple[Row, torch.cuda.CUDAGraph]] = {}  # by the length of their row
-        # In pages, the tokens behind the prompt could overwrite keys that it sees.
-        if compile and self.one_token and model.attend.name == "flash" and self.cache.table is None:
-            for length in sorted({padded(n) for n in prompts if n <= LONGEST_GRAPHED}, reverse=True):
-                row = blank(length).on(self.device)
-                self.prefills[length] = row, self.graphed(partial(self.prefill_row, row))
 
     def set_active(self, active: list[bool]) -> None:
         """Set the active slots and the page table on the device, for all later launches."""
@@ -116,16 +101,9 @@ class Steps:
     def prefill(self, row: Row) -> None:
         """Compute the keys, values and first tokens of new prompts. Other sequences do not change."""
         self.draw_noise(1)
-        length = padded(row.tokens.shape[1])
         with self.on_device():
-            if row.starts is None and length in self.prefills:
-                given, graph = self.prefills[length]
-                given.copy_(lengthened(row, length))
-                graph.replay()
-            else:
-                self.prefill_row(row.on(self.device))
+            self.prefill_row(row.on(self.device))
 
-    @torch.no_grad()
     def prefill_row(self, row: Row) -> None:
         """The device's part of `prefill`."""
         layout = Layout() if row.starts is None else documents(row.starts)
@@ -151,28 +129,18 @@ class Steps:
         assert self.decoder is not None
         attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
         with self.autocast():
-            embedded = self.begin(self)
-            if self.one_token:
-                x = one_token.through_blocks(self.model, embedded.x.float(), attends, self.tables)
-                self.end(self, one_token.logits(self.model, x, self.head))
-            else:
-                self.end(self, self.decoding.through_blocks(Pass(embedded, attends, Layout()))[0])
+            self.end(self, self.decoding.through_blocks(Pass(self.begin(self), attends, Layout()))[0])
 
     def begin_token(self) -> Embedded:
         """The part before the blocks: all sequences grow by their newest token, which is embedded."""
         lengths = self.cache.lengths
         lengths.add_(1).mul_(self.active)
         positions = (lengths - 1).clamp(min=0).long()[:, None]  # (slots, 1)
-        tables = PositionTables() if self.one_token else self.tables  # the kernels find the token's rows
-        return self.model.embed(self.tokens[:, None], positions, tables)
+        return self.model.embed(self.tokens[:, None], positions, self.tables)
 
     def end_token(self, x: Tensor) -> None:
         """The part after the blocks, whose result is x (slots, 1, C): the choice of the next tokens."""
-        self.take_token(self.logits(self.model.ln_f(x)[:, 0]))
-
-    def take_token(self, logits: Tensor) -> None:
-        """The choice of the next tokens from their logits (slots, V)."""
-        self.tokens.copy_(self.choose(logits))
+        self.tokens.copy_(self.choose(self.logits(self.model.ln_f(x)[:, 0])))
         self.steps.add_(1)
 
     @torch.no_grad()
@@ -217,9 +185,8 @@ class Steps:
             graph = torch.cuda.CUDAGraph()
             # The graph gets a separate workspace for cuBLAS: other code may free the shared one.
             torch._C._cuda_clearCublasWorkspaces()
-            with capturing(graph, stream, self.pool):
+            with capturing(graph, stream):
                 step()
-            self.pool = graph.pool()
             torch._C._cuda_clearCublasWorkspaces()
         return graph
 

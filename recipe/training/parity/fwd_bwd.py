@@ -15,7 +15,6 @@ from attention.precision import accum_dtype
 from data.batches import Batch
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
-from model.mlps import MLP
 
 
 @dataclass
@@ -47,8 +46,7 @@ def fwd_bwd(
 ) -> FwdBwd:
     """One pass through `model` with `attend`, computing in `dtype`; no parameter's .grad is touched.
 
-    Half precisions use autocast, as in training; fp64 copies the parameters. No MLP computes in e4m3, whose rounding
-    would hide the attention's.
+    Half precisions use autocast, as in training; fp64 copies the parameters.
     """
     device = batch.inputs.device.type
     step = FwdBwdModule(model)
@@ -56,25 +54,12 @@ def fwd_bwd(
     if dtype is torch.float64:
         parameters = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
     half = dtype in (torch.bfloat16, torch.float16)
-    with without_fp8(model), torch.autocast(device, dtype, enabled=half):
+    with torch.autocast(device, dtype, enabled=half):
         return torch.func.functional_call(
             step,
             {f"model.{name}": p for name, p in parameters.items()},
             (batch, key, attend, parameters, loss_scale),
         )
-
-
-@contextlib.contextmanager
-def without_fp8(model: GPT) -> Iterator[None]:
-    """The model with every MLP in the precision of its other layers."""
-    in_fp8 = [mlp for mlp in model.modules() if isinstance(mlp, MLP) and mlp.in_fp8]
-    try:
-        for mlp in in_fp8:
-            mlp.in_fp8 = False
-        yield
-    finally:
-        for mlp in in_fp8:
-            mlp.in_fp8 = True
 
 
 class FwdBwdModule(nn.Module):

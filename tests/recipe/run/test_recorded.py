@@ -18,7 +18,7 @@ from recipe.compare.runs import find_runs
 from recipe.run import compose
 from recipe.run.config import Config, ConfigError, as_plain
 from recipe.run.recorded import MOST_REFERENCES, read_config
-from recipe.run.resume import recorded_overrides
+from recipe.run.resume import recorded_overrides, resumed
 from recipe.run.run_folder import write_recorded
 from recipe.training.checkpoint import save_checkpoint
 from tests.data.test_untrusted import ALIASES
@@ -197,3 +197,11 @@ def test_a_configuration_is_read_as_it_was_recorded(tmp_path: Path) -> None:
 def test_a_sweeps_manifest_names_its_group_in_plain_text(tmp_path: Path, group: object) -> None:
     (tmp_path / "sweep.json").write_text(yaml.safe_dump({"group": group}, default_flow_style=True))
     assert recorded_group(tmp_path) is None
+
+
+def test_a_removed_option_is_ignored_at_its_default_and_refused_else(run: Path) -> None:
+    record(run, "seed=1337", "training.mlp_in_fp8=false")
+    assert [line for line in resumed(["resume=run"]) if "mlp_in_fp8" in line] == []
+    record(run, "seed=1337", "training.mlp_in_fp8=true")
+    with pytest.raises(ConfigError, match=r"training\.mlp_in_fp8 is no longer an option; leave it out"):
+        resumed(["resume=run"])

@@ -65,7 +65,6 @@ def batches(step: int) -> list[Batch]:
             {"residual_in_fp32": False, "precision": Precision.bf16, "recompute": Recompute.block},
             marks=pytest.mark.slow,
         ),
-        ("naive", {"mlp_in_fp8": True, "dtype": torch.bfloat16, "precision": Precision.bf16}),
         ("tiled", {"recompute": Recompute.attention}),
     ],
 )

@@ -23,7 +23,6 @@ from attention.precision import accum_dtype
 from data.batches import Batch
 from model.config import GPTConfig, Recompute
 from model.gpt import GPT, Computation
-from model.mlps import MLP
 from recipe.training.parity import probe as parity
 from recipe.training.parity.fwd_bwd import fwd_bwd
 from recipe.training.parity.probe import (
@@ -148,18 +147,6 @@ def test_the_same_attention_with_the_same_masks_differs_by_nothing():
     assert 0 < measured["parity/noise_grad_rel_err"] < 1e-5
     assert 0 < measured["parity/noise_logits_max_diff"] < 1e-5
     assert measured["parity/tokens"] == [4, 32]
-
-
-def test_the_probe_of_a_run_whose_mlp_is_in_fp8_sees_as_much_as_of_another():
-    config = AttentionConfig("keys_backwards")
-    results = []
-    for in_fp8 in (False, True):
-        model = small_gpt(config, computation=Computation(mlp_in_fp8=in_fp8, dtype=torch.bfloat16))
-        results.append(probe_for(config, torch.bfloat16).measure(model, *next(batches(1, 1))))
-        assert all(mlp.in_fp8 is in_fp8 for mlp in model.modules() if isinstance(mlp, MLP))
-    plain, measured = results
-    assert measured == plain
-    assert plain["parity/grad_rel_err"] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

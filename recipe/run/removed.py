@@ -1,0 +1,50 @@
+"""Options of earlier versions: what to do instead, and recorded configurations that still have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# An option, or the options that begin with a prefix such as "ladder." -> what to do instead.
+REMOVED: dict[str, str] = {
+    "training.mlp_in_fp8": "leave it out: the MLP computes in training.precision",
+}
+# The default of each removed option, with which a recorded configuration computes what it computes today.
+DEFAULTS: dict[str, Any] = {
+    "training.mlp_in_fp8": False,
+}
+
+
+def refusal(key: str) -> str | None:
+    """The sentence that refuses an override of a removed option; None for other options."""
+    for removed, instead in REMOVED.items():
+        if key == removed or (removed.endswith(".") and key.startswith(removed)):
+            return f"{key} is no longer an option; {instead}."
+    return None
+
+
+def is_at_removed_default(line: str) -> bool:
+    """Whether a recorded override sets a removed option to its default."""
+    key, _, value = line.lstrip("+").partition("=")
+    return key in DEFAULTS and value == str(DEFAULTS[key]).lower()
+
+
+def without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A recorded configuration without the removed options that have their default."""
+    remaining: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if key in DEFAULTS and value == DEFAULTS[key]:
+            continue
+        remaining[name] = without_removed(value, f"{key}.") if isinstance(value, dict) else value
+    return remaining
+
+
+def removed_options(values: dict[str, Any], prefix: str = "") -> list[str]:
+    """A sentence for each removed option of a recorded configuration."""
+    sentences: list[str] = []
+    for name, value in values.items():
+        if (sentence := refusal(f"{prefix}{name}")) is not None:
+            sentences.append(sentence)
+        elif isinstance(value, dict):
+            sentences += removed_options(value, f"{prefix}{name}.")
+    return sentences
