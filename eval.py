@@ -42,9 +42,9 @@ if __name__ == "__main__":
 import numpy as np
 
 from attention import ProductPrecision
-from data.check import check_data
-from data.config import DataConfig, Documents
 from data.corpora import CHAT, CORPORA
+from data.mistakes import check_data
+from data.options import DataConfig, Documents
 from data.tasks import TASKS
 from recipe.distributed.world import World
 from recipe.infer.evaluation.harness import run_tasks

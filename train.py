@@ -31,8 +31,8 @@ from omegaconf import DictConfig, OmegaConf
 from attention.flash import kernel_code
 from attention.formula.describe import describe as describe_formula
 from data.chat import end_at_answers
-from data.config import Documents
 from data.errors import brief
+from data.options import Documents
 from data.prepare import prepare as prepare_data
 from data.tasks import TASKS, TaskData
 from data.tasks.batches import TaskBatches

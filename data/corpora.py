@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from data.chat import chat_encoder, read_conversations, read_template
-from data.config import DataConfig
 from data.corpus import Corpus, Stream, Tokenised, train_part
 from data.errors import DataError, first_few, unreadable
 from data.files import (
@@ -31,6 +30,7 @@ from data.files import (
     table_rows,
 )
 from data.hub import HubCorpus, JoinedHubCorpus
+from data.options import DataConfig
 from data.own_tokenizer import OwnTokenizer
 from data.tokenizers import Tokenizer
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data.config import DataConfig
 from data.corpus import Corpus, Stream, train_part
 from data.errors import DataError, brief
 from data.files import Row, text_of
+from data.options import DataConfig
 
 
 class HubCorpus(Corpus):

@@ -23,12 +23,12 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from data import own_tokenizer
-from data.check import check_data
-from data.config import DataConfig
 from data.corpora import CORPORA, ChatCorpus
 from data.corpus import Corpus, Tokenised
 from data.errors import DataError
 from data.files import Row
+from data.mistakes import check_data
+from data.options import DataConfig
 from data.progress import PreparationProgress
 from data.store import (
     SPLITS,

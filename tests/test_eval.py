@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import eval
 import sample
 from attention import AttentionConfig, build_attention
-from data.config import DataConfig, Documents
+from data.options import DataConfig, Documents
 from data.prepare import prepare
 from data.tokenizers import bytes_tokenizer, save_tokenizer
 from model.config import GPTConfig, Positions

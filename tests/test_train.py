@@ -21,8 +21,8 @@ import train as train_module
 from attention import IMPLEMENTATIONS, AttentionConfig, AttentionOutput, build_attention
 from attention.interface import Call
 from attention.naive import NaiveAttention
-from data.config import DataConfig, Documents
 from data.errors import DataError
+from data.options import DataConfig, Documents
 from data.tokenizers import bytes_tokenizer
 from model.config import GPTConfig, Positions
 from model.gpt import GPT

@@ -4,13 +4,8 @@ from data.tasks.counting import Counting
 from data.tasks.induction import Induction
 from data.tasks.mqar import AssociativeRecall
 from data.tasks.needle import Needle
-from data.tasks.regression import LinearRegression
-from data.tasks.selective_copy import SelectiveCopy
 from data.tasks.task import Task, TaskData
 
 __all__ = ["TASKS", "Task", "TaskData"]
 
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (AssociativeRecall(), Induction(), SelectiveCopy(), Needle(), Counting(), LinearRegression())
-}
+TASKS: dict[str, Task] = {task.name: task for task in (AssociativeRecall(), Induction(), Needle(), Counting())}

@@ -11,7 +11,7 @@ import torch
 
 from attention import IMPLEMENTATIONS, Ablation, AttentionConfig, ProductPrecision
 from data.chat import end_at_answers
-from data.config import Documents
+from data.options import Documents
 from data.tasks import TASKS
 from data.tokenizers import FILE, Tokenizer, load_tokenizer
 from model.config import Positions, Recompute

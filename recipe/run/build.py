@@ -17,7 +17,7 @@ from torch import Tensor
 from attention import AttentionShape, DropoutRng, build_attention
 from data.batches import Batch, Batches, Source, check_window, eval_batches
 from data.chat import ChatTemplate
-from data.config import Documents
+from data.options import Documents
 from data.packing import ChatBatches, PackedRows, chat_windows
 from data.store import PreparedData
 from data.tasks import TaskData

@@ -11,9 +11,9 @@ import torch
 from attention import Layout, build_attention
 from attention.formula.call import reach_of
 from attention.formula.check import check_tensors
-from data.check import data_mistakes
-from data.config import Documents
 from data.corpora import CORPORA
+from data.mistakes import data_mistakes
+from data.options import Documents
 from data.tasks import TASKS
 from data.tasks.batches import check_length
 from data.tokenizers import SIZES

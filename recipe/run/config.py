@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from attention import AttentionConfig
-from data.config import DataConfig
+from data.options import DataConfig
 from model.config import GPTConfig
 from model.score import ScoreConfig
 from recipe.compare.arena.config import ArenaConfig

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from data.batches import GlobalBatch
-from data.config import DataConfig, Documents
 from data.errors import DataError
+from data.options import DataConfig, Documents
 from data.packing import ChatBatches, PackedRows, best_fit, chat_windows
 from data.prepare import prepare
 from data.store import PreparedData

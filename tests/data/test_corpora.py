@@ -13,9 +13,9 @@ from pathlib import Path
 import datasets
 import pytest
 
-from data.config import DataConfig
 from data.corpora import CORPORA
 from data.errors import DataError
+from data.options import DataConfig
 from data.prepare import prepare
 
 SHAKESPEARE = Path(__file__).parents[2] / "../shared/data/tinyshakespeare.txt"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from data.check import data_mistakes
-from data.config import DataConfig
 from data.errors import DataError
+from data.mistakes import data_mistakes
+from data.options import DataConfig
 from data.own_tokenizer import OwnTokenizer
 from data.prepare import prepare
 from data.tokenizers import load_tokenizer, save_tokenizer, text_stream

@@ -19,8 +19,8 @@ import tiktoken
 from filelock import FileLock
 from rich.console import Console
 
-from data.config import DataConfig
 from data.errors import DataError
+from data.options import DataConfig
 from data.prepare import prepare
 from data.progress import PreparationProgress
 from data.store import PreparedData
@@ -234,7 +234,7 @@ def test_a_killed_preparation_goes_on_where_it_stopped(config, tmp_path, capsys)
     config.cache = str(tmp_path / "again")
     program = f"""
 import importlib, os, signal
-from data.config import DataConfig
+from data.options import DataConfig
 
 module = importlib.import_module("data.prepare")  # the package's own `prepare` is the function
 saves, save_position = [], module.save_position

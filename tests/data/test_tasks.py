@@ -14,7 +14,6 @@ from data.tasks.batches import TRAINING, VALIDATION, TaskBatches, drawn, validat
 from data.tasks.counting import Counting
 from data.tasks.mqar import AssociativeRecall
 from data.tasks.needle import Needle
-from data.tasks.regression import LinearRegression
 from data.tasks.task import IGNORED, Sequence
 
 LENGTHS = (32, 64, 200)
@@ -35,13 +34,6 @@ def solve_induction(inputs: list[int], i: int) -> tuple[int, int]:
     raise AssertionError
 
 
-def solve_selective_copy(inputs: list[int], i: int) -> tuple[int, int]:
-    """The letter whose number is that of the question."""
-    places = [at for at, token in enumerate(inputs) if token > 1]
-    number = inputs[: i + 1].count(1) - 1
-    return inputs[places[number]], places[number]
-
-
 def solve_needle(inputs: list[int], i: int) -> tuple[int, int]:
     (place,) = [at for at, token in enumerate(inputs) if 0 < token <= Needle.NEEDLES]
     return inputs[place], place
@@ -58,7 +50,6 @@ def solve_counting(inputs: list[int], i: int) -> tuple[int, int]:
 SOLVERS = {
     "mqar": solve_mqar,
     "induction": solve_induction,
-    "selective_copy": solve_selective_copy,
     "needle": solve_needle,
     "counting": solve_counting,
 }
@@ -78,26 +69,6 @@ def test_the_answers_follow_from_the_inputs_and_the_distance_leads_to_what_decid
         for i in asked:
             answer, place = SOLVERS[name](inputs.tolist(), int(i))
             assert (targets[i], i - distance[i]) == (answer, place)
-
-
-def test_the_line_through_the_points_so_far_gives_the_answers() -> None:
-    """Least squares on rounded points is right to one step of the rounding."""
-    bins, errors = LinearRegression.BINS, []
-    for inputs, targets, _ in sequences("regression", 128, n=100):
-        for i in np.flatnonzero(targets != IGNORED):
-            x, y = inputs[:i:2], inputs[1:i:2] - bins
-            line = np.polyfit(x, y, 1)
-            errors.append(abs(np.polyval(line, inputs[i]) - (targets[i] - bins)))
-    assert np.mean(np.array(errors) <= 0.75) > 0.95
-
-
-def test_the_distance_of_a_point_is_that_to_the_nearest_x_before_it() -> None:
-    for inputs, targets, distance in sequences("regression", 64):
-        for i in np.flatnonzero(targets != IGNORED):
-            place = i - distance[i]
-            gaps = [abs(inputs[j] - inputs[i]) for j in range(0, i, 2)]
-            assert place % 2 == 1
-            assert abs(inputs[place - 1] - inputs[i]) == min(gaps)
 
 
 @pytest.mark.parametrize("name", TASKS)

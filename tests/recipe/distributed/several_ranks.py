@@ -27,7 +27,7 @@ from attention import AttentionConfig, DropoutKey, build_attention
 from attention.dropout import keep_mask
 from attention.score import take_rows
 from data.batches import Batches, GlobalBatch
-from data.config import DataConfig
+from data.options import DataConfig
 from model.config import AttentionBias, Gate, GPTConfig, Recompute
 from model.gpt import GPT
 from model.score import ScoreConfig

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from data.config import DataConfig, Documents
 from data.corpora import CHAT, CORPORA, HUB_CORPORA
 from data.errors import DataError
+from data.options import DataConfig, Documents
 from data.own_tokenizer import read
 from data.tasks import TASKS
 from data.tokenizers import NAMES
