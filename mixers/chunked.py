@@ -1,0 +1,99 @@
+"""The recurrence by chunks of tokens, in plain PyTorch: products of matrices instead of a step for each token.
+
+Within a chunk the tokens' weights are exp(G_i - G_j), i >= j, where G sums the logarithms of the decay from the chunk's
+beginning: never a quotient of two exponentials, which overflow. The delta rule is a triangular system for each chunk
+(the WY form: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule", section 3; with a decay for
+each channel: Kimi Team 2025, "Kimi Linear", section 3.2).
+
+A document begins a chunk, so no weight and no state crosses to the next document, and a document of a packed row is
+computed by the same products as alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .recurrence import MixerInputs, Recurrence, document_starts
+
+CHUNK = 16  # tokens
+
+
+class Chunks(NamedTuple):
+    """Where the tokens of each row go.
+
+    place   (B, T): the place of each token among those of its row's chunks
+    begins  (B, N): whether a chunk begins a document that is not the row's first
+    """
+
+    place: Tensor
+    begins: Tensor
+
+
+def chunks_of(documents: Tensor, size: int) -> Chunks:
+    """Chunks of at most `size` tokens, each of one document."""
+    starts = document_starts(documents)
+    positions = torch.arange(documents.shape[1], device=documents.device)
+    within = positions - torch.where(starts, positions, 0).cummax(dim=1).values  # of a token in its document
+    chunk = (within % size == 0).long().cumsum(dim=1) - 1
+    begins = torch.zeros(len(documents), int(chunk.max()) + 1, dtype=torch.bool, device=documents.device)
+    rows, tokens = torch.nonzero(starts & (positions > 0), as_tuple=True)
+    begins[rows, chunk[rows, tokens]] = True
+    return Chunks(chunk * size + within % size, begins)
+
+
+def chunked(inputs: MixerInputs, recurrence: Recurrence, scale: float, size: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """The output (B, H, T, V) in v's dtype, and the last state (B, H, K, V) in fp32, or fp64 for inputs in fp64."""
+    dtype = torch.promote_types(inputs.v.dtype, torch.float32)
+    B, H, T, K = inputs.q.shape
+    V = inputs.v.shape[-1]
+    state = inputs.initial.to(dtype) if inputs.initial is not None else inputs.v.new_zeros(B, H, K, V, dtype=dtype)
+    if T == 0:
+        return inputs.v, state
+    chunks = None if inputs.documents is None else chunks_of(inputs.documents, size)
+    N = -(-T // size) if chunks is None else chunks.begins.shape[1]
+
+    def cut(x: Tensor) -> Tensor:
+        """x (B, H, T, D) as (B, H, N, size, D), with zeros where a chunk has no token."""
+        x = x.to(dtype)
+        if chunks is None:
+            return F.pad(x, (0, 0, 0, N * size - T)).unflatten(2, (N, size))
+        place = chunks.place[:, None, :, None].expand_as(x)
+        return x.new_zeros(B, H, N * size, x.shape[-1]).scatter(2, place, x).unflatten(2, (N, size))
+
+    q, k, v = cut(inputs.q), cut(inputs.k), cut(inputs.v)
+    beta = None if inputs.beta is None else cut(inputs.beta[..., None])
+    row, new = (k, v) if beta is None else (beta * k, beta * v)
+    log_decay = inputs.log_decay if inputs.log_decay is not None else q.new_zeros(B, H, T, 1)
+    G = cut(log_decay).cumsum(-2)  # (B, H, N, C, K or 1)
+    into, out_of = G.exp(), (G[..., -1:, :] - G).exp()
+    scores = weighted(q, k, G)
+    read = None  # what a token reads of the state before its chunk, before it writes
+    if recurrence.delta:
+        system = weighted(row, k, G).tril(-1) + torch.eye(size, dtype=dtype, device=q.device)
+        right = torch.cat([new, row * into], dim=-1)
+        new, read = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split([V, K], dim=-1)
+    outs = []
+    for n in range(N):
+        if chunks is not None:
+            state = torch.where(chunks.begins[:, n, None, None, None], 0, state)
+        written = new[:, :, n] if read is None else new[:, :, n] - read[:, :, n] @ state
+        outs.append((q[:, :, n] * into[:, :, n]) @ state + scores[:, :, n] @ written)
+        state = into[:, :, n, -1, :, None] * state + (k * out_of)[:, :, n].mT @ written
+    out = scale * torch.stack(outs, dim=2).flatten(2, 3)  # (B, H, N C, V)
+    if chunks is None:
+        return out[:, :, :T].to(inputs.v.dtype), state
+    return out.gather(2, chunks.place[:, None, :, None].expand(B, H, T, V)).to(inputs.v.dtype), state
+
+
+def weighted(rows: Tensor, columns: Tensor, G: Tensor) -> Tensor:
+    """The products (..., C, C) of rows and columns (..., C, K), j <= i, weighted by what decays from j to i."""
+    earlier = torch.ones(rows.shape[-2], rows.shape[-2], dtype=torch.bool, device=rows.device).tril()
+    between = G[..., :, None, :] - G[..., None, :, :]
+    decay = between.masked_fill(~earlier[..., None], float("-inf")).exp()  # (..., C, C, K or 1)
+    if decay.shape[-1] == 1:
+        return (rows @ columns.mT) * decay[..., 0]
+    return torch.einsum("...ik,...jk,...ijk->...ij", rows, columns, decay)

@@ -1,0 +1,66 @@
+"""The kernels of flash-linear-attention (https://github.com/fla-org/flash-linear-attention), an optional package."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .recurrence import Decay, MixerError, MixerInputs, Recurrence, document_starts
+
+# Recurrence -> the package's module and function, and its name for the logarithm of the decay.
+KERNELS = {
+    Recurrence(Decay.none, False): ("linear_attn", "chunk_linear_attn", None),
+    Recurrence(Decay.fixed, False): ("simple_gla", "chunk_simple_gla", "g"),
+    Recurrence(Decay.head, False): ("simple_gla", "chunk_simple_gla", "g"),
+    Recurrence(Decay.channel, False): ("gla", "chunk_gla", "g"),
+    Recurrence(Decay.none, True): ("delta_rule", "chunk_delta_rule", None),
+    Recurrence(Decay.head, True): ("gated_delta_rule", "chunk_gated_delta_rule", "g"),
+    Recurrence(Decay.channel, True): ("kda", "chunk_kda", "g"),
+}
+
+
+def fla(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> tuple[Tensor, Tensor]:
+    """The output (B, H, T, V) in v's dtype, and the last state (B, H, K, V) in fp32. Raises MixerError.
+
+    Rows with documents go in one after the other, as the package takes them; `initial` then stays out.
+    """
+    if inputs.v.device.type != "cuda":
+        raise MixerError("mixer=fla needs a GPU; choose mixer=chunked on a CPU.")
+    if recurrence not in KERNELS:
+        raise MixerError(f"mixer=fla has no kernel for decay={recurrence.decay.value} with the delta rule.")
+    module, name, decay = KERNELS[recurrence]
+    try:
+        function: Any = getattr(import_module(f"fla.ops.{module}"), name)
+    except ImportError as error:
+        raise MixerError("mixer=fla needs a package: pip install flash-linear-attention") from error
+    B, H, T, _ = inputs.q.shape
+    q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))  # (B, T, H, D)
+    options: dict[str, Any] = {"scale": scale, "output_final_state": True}
+    if decay is not None:
+        assert inputs.log_decay is not None
+        log_decay = inputs.log_decay.transpose(1, 2).float()
+        options[decay] = log_decay if recurrence.decay is Decay.channel else log_decay[..., 0]
+    beta = None if inputs.beta is None else inputs.beta.transpose(1, 2)  # (B, T, H)
+    if recurrence.delta:
+        options["beta"] = q.new_ones(B, T, H) if beta is None else beta
+    elif beta is not None:
+        v = v * beta[..., None].to(v.dtype)
+    if recurrence.decay is Decay.none and not recurrence.delta:
+        options["normalize"] = False
+    options["initial_state"] = None if inputs.initial is None else inputs.initial.float()
+    if inputs.documents is None:
+        out, state = function(q, k, v, **options)
+        return out.transpose(1, 2), state
+    if inputs.initial is not None:
+        raise MixerError("mixer=fla takes no initial state together with documents; choose mixer=chunked.")
+    starts = document_starts(inputs.documents).flatten().nonzero()[:, 0]
+    lengths = torch.cat([starts, starts.new_tensor([B * T])]).to(torch.int32)
+    options = {name: x.flatten(0, 1)[None] if isinstance(x, Tensor) else x for name, x in options.items()}
+    out, states = function(*(x.flatten(0, 1)[None] for x in (q, k, v)), cu_seqlens=lengths, **options)
+    last = (
+        torch.searchsorted(starts, torch.arange(1, B + 1, device=starts.device) * T) - 1
+    )  # document of each row's end
+    return out[0].unflatten(0, (B, T)).transpose(1, 2), states[last]

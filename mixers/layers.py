@@ -1,0 +1,340 @@
+"""The layers around the recurrence, as they were published: projections, a short convolution, norms and output gates.
+
+A row of KINDS says what a layer has; the layers are those of flash-linear-attention's fla/layers, with the same sizes
+and the same initial values.
+
+    q, k, v = convolution(x W_q), convolution(x W_k), convolution(x W_v)
+    q, k = q / |q|, k / |k|                             keys=l2
+    log a = -exp(A) softplus(x W_a + dt)                rates: Dao and Gu 2024
+    b = sigmoid(x W_b)                                  with the delta rule
+    out = norm(mix(q, k, v)) activation(x W_g) W_o      gate
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import mix
+from .recurrence import Decay, MixerError, Recurrence, document_starts
+
+TAPS = 4  # tokens that a short convolution sees
+EPS = 1e-5  # of the norms
+
+
+class MixerState(NamedTuple):
+    """What a layer has to know of the tokens before.
+
+    recurrent  (B, H, K, V), the recurrence's state; None before the first token
+    inputs     (B, TAPS - 1, channels), the convolution's last inputs; None without a convolution
+    tokens     (B,) how many tokens came before
+    """
+
+    recurrent: Tensor | None
+    inputs: Tensor | None
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A published layer.
+
+    recurrence        what it computes
+    keys              what becomes of queries and keys: elu + 1, rotated, of length 1, or nothing
+    key_width         channels of all keys together, over the model's
+    value_width       the same of the values
+    convolution       whether q, k and v pass a short causal convolution and SiLU
+    gate              of the normalised output
+    """
+
+    recurrence: Recurrence
+    keys: Literal["elu", "rotary", "l2", "plain"]
+    key_width: float
+    value_width: float
+    convolution: bool
+    gate: Literal["silu", "sigmoid", "none"]
+
+
+KINDS = {
+    "linear": Kind(Recurrence(), "elu", 1, 1, False, "none"),
+    "retnet": Kind(Recurrence(Decay.fixed), "rotary", 1, 2, False, "silu"),
+    "gla": Kind(Recurrence(Decay.channel), "plain", 0.5, 1, False, "silu"),
+    "deltanet": Kind(Recurrence(Decay.none, True), "l2", 1, 1, True, "none"),
+    "gdn": Kind(Recurrence(Decay.head, True), "l2", 0.75, 2, True, "silu"),
+    "kda": Kind(Recurrence(Decay.channel, True), "l2", 1, 1, True, "sigmoid"),
+}
+MIXERS = (*KINDS, "mamba2")
+
+
+class ShortConvolution(nn.Module):
+    """A causal convolution of each channel over TAPS tokens, and SiLU (as in Mamba-2). No tap crosses a document."""
+
+    def __init__(self, channels: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, TAPS))
+        nn.init.uniform_(self.weight, -(TAPS**-0.5), TAPS**-0.5)  # as nn.Conv1d
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+
+    def forward(self, x: Tensor, documents: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output for x (B, T, channels), and the last TAPS - 1 inputs; before: those before x, of its document."""
+        B, T, channels = x.shape
+        if before is None:
+            before = x.new_zeros(B, TAPS - 1, channels)
+        inputs = torch.cat([before.to(x.dtype), x], dim=1)
+        out = x * self.weight[:, -1].to(x.dtype)
+        numbers = None if documents is None else F.pad(documents, (TAPS - 1, 0), mode="replicate")
+        for back in range(1, TAPS):
+            earlier = inputs[:, TAPS - 1 - back : TAPS - 1 - back + T]
+            if numbers is not None:
+                same = numbers[:, TAPS - 1 - back : TAPS - 1 - back + T] == documents
+                earlier = torch.where(same[..., None], earlier, 0)
+            out = out + earlier * self.weight[:, -1 - back].to(x.dtype)
+        if self.bias is not None:
+            out = out + self.bias.to(x.dtype)
+        return F.silu(out), inputs[:, T:]
+
+
+class LinearAttention(nn.Module):
+    """A layer of KINDS: x (B, T, C) to (B, T, C)."""
+
+    def __init__(self, kind: Kind, n_embd: int, n_heads: int, mixer: str = "chunked") -> None:
+        """Raises MixerError where the widths are no multiples of the heads."""
+        super().__init__()
+        self.kind, self.n_heads, self.mixer = kind, n_heads, mixer
+        keys, values = round(kind.key_width * n_embd), round(kind.value_width * n_embd)
+        if keys % n_heads or values % n_heads or (kind.keys == "rotary" and keys // n_heads % 2):
+            raise MixerError(
+                f"{keys} channels of keys and {values} of values do not divide into {n_heads} heads; choose another "
+                "model.n_embd or model.n_heads."
+            )
+        self.key_dim, self.value_dim = keys // n_heads, values // n_heads
+        self.q_proj = nn.Linear(n_embd, keys, bias=False)
+        self.k_proj = nn.Linear(n_embd, keys, bias=False)
+        self.v_proj = nn.Linear(n_embd, values, bias=False)
+        self.o_proj = nn.Linear(values, n_embd, bias=False)
+        self.conv = ShortConvolution(2 * keys + values) if kind.convolution else None
+        self.b_proj = nn.Linear(n_embd, n_heads, bias=False) if kind.recurrence.delta else None
+        self.o_norm = nn.Parameter(torch.ones(self.value_dim))
+        self.decay = DECAYS[kind.recurrence.decay, kind.recurrence.delta](self, n_embd)
+        low = kind.gate == "sigmoid"  # Kimi's: through as many channels as a head has
+        self.g_proj = low_rank(n_embd, self.value_dim, values) if low else None
+        if kind.gate == "silu":
+            self.g_proj = nn.Linear(n_embd, values, bias=False)
+
+    def forward(
+        self, x: Tensor, documents: Tensor | None = None, state: MixerState | None = None
+    ) -> tuple[Tensor, MixerState]:
+        """The output, and the state behind the last token.
+
+        documents  (B, T) integers that change where another document begins
+        state      of the tokens before, where x goes on with a sequence
+        """
+        B, T, _ = x.shape
+        before = state or MixerState(None, None, torch.zeros(B, dtype=torch.long, device=x.device))
+        qkv, inputs = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1), None
+        if self.conv is not None:
+            qkv, inputs = self.conv(qkv, documents, before.inputs)
+        keys = self.n_heads * self.key_dim
+        q, k, v = qkv.split([keys, keys, self.n_heads * self.value_dim], dim=-1)
+        q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
+        q, k = self.prepared(q, k, before.tokens, documents)
+        beta = None if self.b_proj is None else self.b_proj(x).float().sigmoid().transpose(1, 2)
+        out, recurrent = mix(
+            q,
+            k,
+            v,
+            recurrence=self.kind.recurrence,
+            log_decay=self.decay(x),
+            beta=beta,
+            initial=before.recurrent,
+            documents=documents,
+            mixer=self.mixer,
+        )
+        out = rms_norm(out.transpose(1, 2)) * self.o_norm  # (B, T, H, V)
+        if self.g_proj is not None:
+            gate = self.g_proj(x).unflatten(-1, (self.n_heads, -1)).float()
+            out = out * (F.silu(gate) if self.kind.gate == "silu" else gate.sigmoid())
+        return self.o_proj(out.to(x.dtype).flatten(-2)), MixerState(recurrent, inputs, before.tokens + T)
+
+    def prepared(self, q: Tensor, k: Tensor, tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys (B, H, T, K) as the recurrence takes them; tokens (B,) came before."""
+        if self.kind.keys == "l2":
+            return unit(q), unit(k)
+        if self.kind.keys == "elu":
+            return F.elu(q) + 1, F.elu(k) + 1
+        if self.kind.keys == "rotary":
+            positions = tokens[:, None] + torch.arange(q.shape[2], device=q.device)  # (B, T)
+            if documents is not None:
+                starts = document_starts(documents)
+                positions = positions - torch.where(starts, positions, 0).cummax(dim=1).values
+            return rotated(q, positions), rotated(k, positions)
+        return q, k
+
+
+class Rates(nn.Module):
+    """log a = -exp(A_log) softplus(x W + dt_bias): Dao and Gu 2024, "Transformers are SSMs", section 6.
+
+    One number for each head, or for each channel of the keys through a product of low rank (Kimi Team 2025).
+    """
+
+    def __init__(self, layer: LinearAttention, n_embd: int) -> None:
+        super().__init__()
+        heads, by_channel = layer.n_heads, layer.kind.recurrence.decay is Decay.channel
+        rates = heads * layer.key_dim if by_channel else heads
+        self.proj: nn.Module = nn.Linear(n_embd, heads, bias=False)
+        if by_channel:
+            self.proj = low_rank(n_embd, layer.value_dim, rates, bias=False)
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+        self.dt_bias = nn.Parameter(initial_steps(rates))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, T, K or 1)."""
+        steps = F.softplus(self.proj(x).float() + self.dt_bias).unflatten(-1, (len(self.A_log), -1))
+        return (-self.A_log.exp()[:, None] * steps).transpose(1, 2)
+
+
+class LogisticRates(nn.Module):
+    """log a = log sigmoid(x W_1 W_2 + c) / 16 for each channel: Yang et al. 2024, "Gated Linear Attention", section 4.4."""
+
+    RANK, TEMPERATURE = 16, 16.0
+
+    def __init__(self, layer: LinearAttention, n_embd: int) -> None:
+        super().__init__()
+        self.heads = layer.n_heads
+        self.proj = low_rank(n_embd, self.RANK, layer.n_heads * layer.key_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, T, K)."""
+        logits = self.proj(x).float().unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return F.logsigmoid(logits) / self.TEMPERATURE
+
+
+class FixedRates(nn.Module):
+    """a = 1 - 2^(-5 - h) for head h: Sun et al. 2023, "Retentive Network", equation 8."""
+
+    rates: Tensor
+
+    def __init__(self, layer: LinearAttention, n_embd: int) -> None:
+        super().__init__()
+        heads = torch.arange(layer.n_heads, dtype=torch.float64)
+        self.register_buffer("rates", torch.log1p(-(2.0 ** (-5 - heads))).float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, T, 1)."""
+        return self.rates[None, :, None, None].expand(x.shape[0], -1, x.shape[1], 1)
+
+
+class NoDecay(nn.Module):
+    """Nothing decays."""
+
+    def __init__(self, layer: LinearAttention, n_embd: int) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> None:
+        return None
+
+
+DECAYS: dict[tuple[Decay, bool], type[Rates] | type[LogisticRates] | type[FixedRates] | type[NoDecay]] = {
+    (Decay.none, False): NoDecay,
+    (Decay.none, True): NoDecay,
+    (Decay.fixed, False): FixedRates,
+    (Decay.channel, False): LogisticRates,
+    (Decay.channel, True): Rates,
+    (Decay.head, True): Rates,
+}
+
+
+class Mamba2(nn.Module):
+    """Mamba-2 as a linear attention with head decay: Dao and Gu 2024, "Transformers are SSMs", section 7.
+
+    The step size dt of a token ties its decay, exp(-exp(A_log) dt), and its weight, dt. All heads share queries and
+    keys (C and B there), and each adds D times its values.
+    """
+
+    def __init__(self, n_embd: int, n_heads: int, state: int, mixer: str = "chunked") -> None:
+        """n_heads: of 2 n_embd channels; state: channels of the keys. Raises MixerError."""
+        super().__init__()
+        self.width, self.n_heads, self.state, self.mixer = 2 * n_embd, n_heads, state, mixer
+        if self.width % n_heads:
+            raise MixerError(f"{self.width} channels do not divide into {n_heads} heads; choose another model.n_heads.")
+        self.in_proj = nn.Linear(n_embd, 2 * self.width + 2 * state + n_heads, bias=False)
+        self.conv = ShortConvolution(self.width + 2 * state, bias=True)
+        self.A_log = nn.Parameter(torch.empty(n_heads).uniform_(1, 16).log())
+        self.dt_bias = nn.Parameter(initial_steps(n_heads))
+        self.D = nn.Parameter(torch.ones(n_heads))
+        self.norm = nn.Parameter(torch.ones(self.width))
+        self.out_proj = nn.Linear(self.width, n_embd, bias=False)
+
+    def forward(
+        self, x: Tensor, documents: Tensor | None = None, state: MixerState | None = None
+    ) -> tuple[Tensor, MixerState]:
+        """As LinearAttention's."""
+        B, T, _ = x.shape
+        before = state or MixerState(None, None, torch.zeros(B, dtype=torch.long, device=x.device))
+        gate, inner, dt = self.in_proj(x).split([self.width, self.width + 2 * self.state, self.n_heads], dim=-1)
+        inner, inputs = self.conv(inner, documents, before.inputs)
+        values, key, query = inner.split([self.width, self.state, self.state], dim=-1)
+        v = values.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # (B, H, T, V)
+        q, k = (y[:, None].expand(B, self.n_heads, T, self.state) for y in (query, key))
+        steps = F.softplus(dt.float() + self.dt_bias).transpose(1, 2)  # (B, H, T)
+        log_decay = (-self.A_log.exp()[:, None] * steps)[..., None]
+        out, recurrent = mix(
+            q,
+            k,
+            v,
+            recurrence=Recurrence(Decay.head),
+            log_decay=log_decay,
+            beta=steps,
+            scale=1.0,
+            initial=before.recurrent,
+            documents=documents,
+            mixer=self.mixer,
+        )
+        out = (out + self.D[:, None, None].to(v.dtype) * v).transpose(1, 2).flatten(-2)  # (B, T, 2 C)
+        out = rms_norm(out.float() * F.silu(gate.float())) * self.norm
+        return self.out_proj(out.to(x.dtype)), MixerState(recurrent, inputs, before.tokens + T)
+
+
+def build_mixer(name: str, n_embd: int, n_heads: int, mixer: str = "chunked") -> LinearAttention | Mamba2:
+    """The layer of a name of MIXERS, in a model of that width whose attention has n_heads. Raises MixerError."""
+    if name == "mamba2":
+        return Mamba2(n_embd, 2 * n_heads, 2 * (n_embd // n_heads), mixer)
+    if name not in KINDS:
+        raise MixerError(f"{name} is no mixer; choose one of {', '.join(MIXERS)}.")
+    return LinearAttention(KINDS[name], n_embd, n_heads, mixer)
+
+
+def low_rank(inputs: int, rank: int, outputs: int, bias: bool = True) -> nn.Sequential:
+    """A product of rank `rank`; bias: of the second matrix."""
+    return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias))
+
+
+def initial_steps(count: int) -> Tensor:
+    """What softplus turns into step sizes drawn log-uniformly from 0.001 to 0.1."""
+    steps = torch.exp(torch.rand(count) * math.log(100) + math.log(0.001))
+    return steps + torch.log(-torch.expm1(-steps))
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x over the root of its last axis' mean square, in fp32."""
+    return F.rms_norm(x.float(), x.shape[-1:], eps=EPS)
+
+
+def unit(x: Tensor) -> Tensor:
+    """x (..., K) of length 1."""
+    return (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """x (B, H, T, K) rotated by the angles of positions (B, T): Su et al. 2021, halves of a head as pairs."""
+    half = x.shape[-1] // 2
+    frequencies = 10_000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, K / 2)
+    first, second = x.float().split(half, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

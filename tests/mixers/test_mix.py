@@ -1,0 +1,141 @@
+"""A mixer's recurrence: the definition against numbers by hand, chunks against the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mixers import Decay, MixerError, Recurrence, mix
+
+RECURRENCES = [Recurrence(decay, delta) for decay in Decay for delta in (False, True)]
+NAMES = [f"{recurrence.decay.value}-{'delta' if recurrence.delta else 'sum'}" for recurrence in RECURRENCES]
+BY_NAME = pytest.mark.parametrize("recurrence", RECURRENCES, ids=NAMES)
+
+
+def tensors(recurrence: Recurrence, shape: tuple[int, ...], seed: int = 0, strong: float = 3.0) -> dict[str, Any]:
+    """Random inputs in fp64: shape is (B, H, T, K, V)."""
+    B, H, T, K, V = shape
+    draw = torch.Generator().manual_seed(seed)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(size, generator=draw, dtype=torch.float64)
+
+    keys = torch.nn.functional.normalize(randn(B, H, T, K), dim=-1)
+    inputs = {"q": randn(B, H, T, K), "k": keys, "v": randn(B, H, T, V)}
+    if recurrence.decay is not Decay.none:
+        channels = K if recurrence.decay is Decay.channel else 1
+        inputs["log_decay"] = -strong * torch.rand((B, H, T, channels), generator=draw, dtype=torch.float64)
+    inputs["beta"] = (1 + recurrence.delta) * torch.rand((B, H, T), generator=draw, dtype=torch.float64)
+    inputs["initial"] = randn(B, H, K, V)
+    return inputs
+
+
+def both(recurrence: Recurrence, inputs: dict[str, Any], mixer: str, **options: Any) -> dict[str, Any]:
+    """The output, the state, and the gradients of all inputs for a random direction of both."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    out, state = mix(recurrence=recurrence, mixer=mixer, **leaves, **options)
+    draw = torch.Generator().manual_seed(1)
+    directions = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype) for x in (out, state)]
+    gradients = torch.autograd.grad([out, state], list(leaves.values()), directions)
+    return {"out": out, "state": state} | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+
+
+def test_the_definition_of_one_channel_by_hand() -> None:
+    """With K = V = 1: S_1 = 0.5 * 2 + 1 * 3 * (4 - 3 * 0.5 * 2) = 4, o_1 = 5 * 4 = 20."""
+    one = [torch.full((1, 1, 1, 1), x, dtype=torch.float64) for x in (5.0, 3.0, 4.0)]
+    options = {
+        "log_decay": torch.full((1, 1, 1, 1), 0.5, dtype=torch.float64).log(),
+        "beta": torch.ones(1, 1, 1, dtype=torch.float64),
+        "initial": torch.full((1, 1, 1, 1), 2.0, dtype=torch.float64),
+    }
+    out, state = mix(*one, recurrence=Recurrence(Decay.head, True), mixer="recurrent", scale=1.0, **options)
+    assert state.item() == pytest.approx(4.0)
+    assert out.item() == pytest.approx(20.0)
+
+
+def test_linear_attention_is_causal_attention_without_the_softmax() -> None:
+    inputs = tensors(Recurrence(), (2, 3, 20, 8, 5))
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    expected = (q @ k.mT * 8**-0.5).tril() @ v
+    for mixer in ("recurrent", "chunked"):
+        torch.testing.assert_close(mix(q, k, v, recurrence=Recurrence(), mixer=mixer)[0], expected)
+
+
+@BY_NAME
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 47, 48, 49, 65])
+def test_chunks_equal_the_definition_with_all_gradients(recurrence: Recurrence, tokens: int) -> None:
+    inputs = tensors(recurrence, (2, 2, tokens, 8, 12))
+    expected, found = both(recurrence, inputs, "recurrent"), both(recurrence, inputs, "chunked")
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-11)
+
+
+@BY_NAME
+@pytest.mark.parametrize("strong", [1e-4, 14.0, 200.0])
+def test_weak_and_strong_decays_stay_finite(recurrence: Recurrence, strong: float) -> None:
+    inputs = tensors(recurrence, (1, 2, 40, 8, 8), strong=strong)
+    expected, found = both(recurrence, inputs, "recurrent"), both(recurrence, inputs, "chunked")
+    for name in expected:
+        assert found[name].isfinite().all(), name
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-11)
+
+
+def packed(lengths: list[int]) -> Tensor:
+    """(1, T) numbers of the documents."""
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+
+
+@BY_NAME
+@pytest.mark.parametrize("mixer", ["recurrent", "chunked"])
+def test_a_document_of_a_packed_row_has_the_bits_that_it_has_alone(recurrence: Recurrence, mixer: str) -> None:
+    lengths = [5, 16, 1, 33, 48, 7]
+    inputs = {name: x.float() for name, x in tensors(recurrence, (1, 3, sum(lengths), 16, 8)).items()}
+    del inputs["initial"]
+    row = both(recurrence, inputs, mixer, documents=packed(lengths))
+    begin = 0
+    for length in lengths:
+        piece = slice(begin, begin + length)
+        alone, _ = mix(recurrence=recurrence, mixer=mixer, **{name: x[:, :, piece] for name, x in inputs.items()})
+        assert torch.equal(row["out"][:, :, piece], alone)
+        begin += length
+    _, state = mix(recurrence=recurrence, mixer=mixer, **{name: x[:, :, -7:] for name, x in inputs.items()})
+    assert torch.equal(row["state"], state)
+
+
+@BY_NAME
+def test_documents_of_several_rows_with_an_initial_state(recurrence: Recurrence) -> None:
+    documents = torch.cat([packed([20, 30]), packed([1, 49])])
+    inputs = tensors(recurrence, (2, 2, 50, 8, 8))
+    expected = both(recurrence, inputs, "recurrent", documents=documents)
+    found = both(recurrence, inputs, "chunked", documents=documents)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-11)
+
+
+@BY_NAME
+def test_a_state_goes_on_where_a_sequence_was_cut(recurrence: Recurrence) -> None:
+    inputs = tensors(recurrence, (2, 2, 41, 8, 8))
+    initial = inputs.pop("initial")
+    expected, last = mix(recurrence=recurrence, mixer="recurrent", initial=initial, **inputs)
+    first, state = mix(recurrence=recurrence, initial=initial, **{n: x[:, :, :19] for n, x in inputs.items()})
+    second, end = mix(recurrence=recurrence, initial=state, **{n: x[:, :, 19:] for n, x in inputs.items()})
+    torch.testing.assert_close(torch.cat([first, second], dim=2), expected)
+    torch.testing.assert_close(end, last)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"mixer": "fast"}, "mixer=fast is unknown; choose one of recurrent, chunked, fla"),
+        ({"mixer": "fla"}, "needs a GPU"),
+        ({"recurrence": Recurrence(Decay.head)}, "decay=head needs log_decay"),
+        ({"beta": torch.ones(1, 1, 5)}, r"beta has the shape \(1, 1, 5\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_a_sentence(change: dict[str, Any], says: str) -> None:
+    x = torch.ones(1, 1, 4, 2)
+    with pytest.raises(MixerError, match=says):
+        mix(x, x, x, **({"recurrence": Recurrence()} | change))
