@@ -90,7 +90,7 @@ class ShortConvolution(nn.Module):
         numbers = None if documents is None else F.pad(documents, (TAPS - 1, 0), mode="replicate")
         for back in range(1, TAPS):
             earlier = inputs[:, TAPS - 1 - back : TAPS - 1 - back + T]
-            if numbers is not None:
+            if documents is not None and numbers is not None:
                 same = numbers[:, TAPS - 1 - back : TAPS - 1 - back + T] == documents
                 earlier = torch.where(same[..., None], earlier, 0)
             out = out + earlier * self.weight[:, -1 - back].to(x.dtype)
@@ -122,7 +122,7 @@ class LinearAttention(nn.Module):
         self.o_norm = nn.Parameter(torch.ones(self.value_dim))
         self.decay = DECAYS[kind.recurrence.decay, kind.recurrence.delta](self, n_embd)
         low = kind.gate == "sigmoid"  # Kimi's: through as many channels as a head has
-        self.g_proj = low_rank(n_embd, self.value_dim, values) if low else None
+        self.g_proj: nn.Module | None = low_rank(n_embd, self.value_dim, values) if low else None
         if kind.gate == "silu":
             self.g_proj = nn.Linear(n_embd, values, bias=False)
 
@@ -199,7 +199,7 @@ class Rates(nn.Module):
 
 
 class LogisticRates(nn.Module):
-    """log a = log sigmoid(x W_1 W_2 + c) / 16 for each channel: Yang et al. 2024, "Gated Linear Attention", section 4.4."""
+    """log a = log sigmoid(x W_1 W_2 + c) / 16 for each channel: Yang et al. 2024, "Gated Linear Attention", 4.4."""
 
     RANK, TEMPERATURE = 16, 16.0
 
