@@ -2,8 +2,8 @@
 
     gpt-attention check my_module:my_attention
 
-cli.py        the command; page.py and html.py print the results
-subject.py    the implementation under test; styles.py has calling conventions, known.py implementations with a name
+cli.py        the command; printing.py prints its lines
+subject.py    the implementation under test and how it is called; named.py has implementations with a name
 cases.py      one call as plain values; grid.py lists all cases, plan.py orders them by their cost
 formula.py    an independent formula for attention and its backward pass, and the rounding errors to expect
 judge.py      decides whether an error is rounding; the probe of a training run uses it too

@@ -132,8 +132,7 @@ def not_finite(session: Session) -> Line:
     and an implementation may skip the key.
     """
     subject, calls, wrong = session.subject, 0, list[Failure]()
-    case = Case(T=70, S=70, B=2, H=4, H_kv=session.kv_heads(4), seed=session.seed, causal="causal" in subject.features)
-    case = session.fitting(case)
+    case = session.case(70)
     for value, name in product((torch.nan, torch.inf, -torch.inf), ("q", "k", "v")):
         for dtype in session.timely(session.dtypes):
             here = replace(case, dtype=dtype)
@@ -184,8 +183,7 @@ def repeats(session: Session) -> Line:
     """Repeated calls give the same bits."""
     subject, calls, wrong, fewest = session.subject, 0, list[Failure](), REPEATS
     for dtype in session.timely(session.dtypes):
-        case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=session.kv_heads(4), dtype=dtype, seed=session.seed)
-        case = session.fitting(replace(case, causal="causal" in subject.features))
+        case = session.case(65, dtype=dtype)
         inputs = draw(case, session.device)
         try:
             with session.all_threads():
@@ -228,8 +226,7 @@ def batch(session: Session) -> Line:
     """A sequence gives the same results alone and in a batch."""
     subject, calls, wrong, bitwise, share = session.subject, 0, list[Failure](), True, 0.0
     for dtype in session.timely(session.dtypes):
-        case = Case(T=97, S=97, D=32, B=4, H=4, H_kv=session.kv_heads(4), dtype=dtype, seed=session.seed)
-        case = session.fitting(replace(case, causal="causal" in subject.features))
+        case = session.case(97, dtype=dtype, B=4)
         inputs, one = draw(case, session.device), replace(case, B=1)
         try:
             with session.all_threads():
@@ -259,8 +256,7 @@ def evaluation(session: Session) -> Line:
     subject, calls, wrong, bitwise = session.subject, 0, list[Failure](), True
     for dtype in session.timely(session.dtypes):
         for T, S in ((65, 65), (1, 130), (128, 128)):
-            case = Case(T=T, S=S, D=32, B=2, H=4, H_kv=session.kv_heads(4), dtype=dtype, seed=session.seed)
-            case = session.fitting(replace(case, causal="causal" in subject.features))
+            case = session.case(T, S, dtype)
             inputs = draw(case, session.device)
             try:
                 training = results(subject, case, inputs, session.gradients)["out"]
@@ -296,8 +292,7 @@ def side_effects(session: Session) -> Line:
     """A call changes neither its inputs, nor the state of torch's generator, nor the results of an earlier call."""
     subject, calls, wrong = session.subject, 0, list[Failure]()
     for dtype in session.timely(session.dtypes):
-        case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=session.kv_heads(4), dtype=dtype, seed=session.seed)
-        case = session.fitting(replace(case, causal="causal" in subject.features))
+        case = session.case(65, dtype=dtype)
         inputs, state = draw(case, session.device), torch.get_rng_state()
         copies = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.do)]
         others = draw(replace(case, seed=session.seed + 1), session.device)

@@ -20,19 +20,20 @@ import torch
 from .. import AttentionError
 from .accuracy import Accuracy
 from .cases import DTYPES
-from .html import html
-from .known import KNOWN
-from .page import Report, as_json, text, unseen, where, write
+from .named import NAMED
 from .parts import Parts
-from .recommend import recommend
+from .printing import Report, as_json, text, unseen, where, write
 from .run import Session, first_calls, interpreting, multiple_of
-from .styles import FEATURES, STYLES
-from .subject import CheckError, Subject, find
+from .subject import FEATURES, STYLES, CheckError, Subject, find
 from .workers import Ended, Here, Job, Workers
 
 LENGTHS_S = 15.0  # the most seconds to find which lengths it takes
 TIME = {"cpu": 300.0, "cuda": 60.0}  # the most seconds that a check takes, by the device
 MOST_WORKERS = 12
+GONE = {
+    "--recommend": "`python -m bench.attention` times implementations",
+    "--html": "--json writes the result",
+}
 
 
 def check(
@@ -75,10 +76,11 @@ def check(
                     f"{subject.name} cannot be checked on {device}: in its first calls, of 64 tokens with heads of 64, "
                     f"{result.why}; such a call must return or raise an error."
                 )
-            for of, attributes in zip((session, subject), result, strict=True):
-                vars(of).update(attributes)
+            for name in ("dtypes", "refused", "gradients", "no_gradients", "grouped", "multiple"):
+                setattr(session, name, getattr(result, name))
+            subject.features, subject.result = result.subject.features, result.subject.result
 
-        runner.run(iter([partial(first_calls, name="first calls", wanted=tuple(dtypes))]), found, math.inf)
+        runner.run(iter([partial(first_calls, name="first calls", dtypes=tuple(dtypes))]), found, math.inf)
         if not session.dtypes:
             reason = next(iter(session.refused.values()))
             raise CheckError(
@@ -122,7 +124,7 @@ def processes(device: torch.device) -> int:
 
 def argument_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    names = "\n".join(f"  {name:<16}{known.words}" for name, known in KNOWN.items())
+    names = "\n".join(f"  {name:<16}{named.words}" for name, named in NAMED.items())
     parser = argparse.ArgumentParser(
         prog="gpt-attention check",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -137,23 +139,20 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtypes", default="fp32,bf16,fp16", metavar="A,B", help="precisions, of fp32, bf16, fp16, fp64"
     )
-    parser.add_argument(
-        "--seconds", type=float, help="start no call after this time (300, on a GPU 60; with --recommend no limit)"
-    )
+    parser.add_argument("--seconds", type=float, help="start no call after this time (300, on a GPU 60)")
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
     parser.add_argument("--quick", action="store_true", help="a twelfth of the cases")
     parser.add_argument("--allow", default="", metavar="A,B", help='lines that may fail, such as "the same again"')
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at")
-    parser.add_argument("--recommend", action="store_true", help="time all implementations that are correct here")
-    parser.add_argument("--shape", default="4x16x4096x64", metavar="BxHxTxD", help="for --recommend; BxH/H_kvxTxD too")
-    parser.add_argument("--window", type=int, help="for --recommend")
-    parser.add_argument("--full", action="store_true", help="for --recommend: not causal")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
+    for option in arguments:
+        if instead := GONE.get(option.partition("=")[0]):
+            print(f"error: {option.partition('=')[0]} is gone; {instead}.", file=sys.stderr)
+            return 2
     asked = argument_parser().parse_args(arguments)
     try:
         for dtype in asked.dtypes.split(","):
@@ -161,10 +160,8 @@ def main(arguments: Sequence[str]) -> int:
                 raise CheckError(f"--dtypes {dtype} is not known; choose from {', '.join(DTYPES)}.")
         if asked.seconds is not None and not asked.seconds >= 0:
             raise CheckError(f"--seconds {asked.seconds:g} must not be negative.")
-        if asked.recommend and asked.html:
-            raise CheckError("--html has no page for --recommend; leave it out, or choose --json.")
-        for path in filter(None, (asked.json, asked.html)):
-            write(path, "", "a")
+        if asked.json is not None:
+            write(asked.json, "", "a")
         try:
             device = torch.device(asked.device)
             torch.zeros(1, device=device)
@@ -172,12 +169,10 @@ def main(arguments: Sequence[str]) -> int:
             raise CheckError(f"--device {asked.device} is not here: {str(error).splitlines()[0]}") from error
         if device.type not in TIME:
             raise CheckError(f"--device {asked.device} is not checked; choose {' or '.join(TIME)}.")
-        if asked.recommend:
-            return recommend(asked, device)
         if asked.target is None:
             raise CheckError("Name an attention: my_module:my_attention, or one that `--help` lists.")
         subject = find(asked.target, filter(None, asked.features.split(",")), asked.style)
-        workers = Workers(processes(device), asked.target, asked.style)
+        workers = Workers(processes(device))
         try:
             report = check(
                 subject,
@@ -205,7 +200,6 @@ def finished(report: Report, asked: argparse.Namespace) -> int:
     print(text(report))
     for name in sorted(report.allowed - {line.name for line in report.lines}):
         print(f"note: --allow {name} names none of these lines.", file=sys.stderr)
-    for path, content in ((asked.json, as_json), (asked.html, html)):
-        if path is not None:
-            write(path, content(report))
+    if asked.json is not None:
+        write(asked.json, as_json(report))
     return 1 if report.failed() else 0 if report.compared() else 2

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .cases import Case, draw
 from .program import calling
-from .run import Failure, Line, Refused, Session, judged, results
+from .run import Failure, Line, Refused, Session, failed, judged, results
 
 SECTION = "dropout"
 RATE = 32 / 256  # which masks with rates in steps of 1/256 have exactly
@@ -28,20 +28,8 @@ def dropout(session: Session) -> Iterator[Line]:
         return
     # The mask is read in the highest precision, in which no weight rounds to zero.
     dtype = next((name for name in ("fp32", "bf16", "fp16") if name in session.dtypes), "fp32")
-    case = Case(
-        T=96,
-        S=160,
-        D=32,
-        B=2,
-        H=4,
-        H_kv=session.kv_heads(4),
-        dtype=dtype,
-        causal=False,
-        dropout=RATE,
-        seed=session.seed + 1,
-    )
-    case = replace(case, causal="full" not in session.subject.features)
-    case = session.fitting(replace(case, T=160) if case.causal else case)
+    causal = "full" not in session.subject.features
+    case = session.case(160 if causal else 96, 160, dtype, causal=causal, dropout=RATE, seed=session.seed + 1)
     try:
         keep, seen = drawn_mask(session, case)
     except Refused as error:
@@ -86,7 +74,7 @@ def rate(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
     detail = f"{share:.4f} of {n:,} weights were dropped, and {RATE} was requested ({off:+.1f} deviations)"
     if abs(off) <= DEVIATIONS:
         return Line(SECTION, "rate", "ok", detail, 1)
-    return Line(SECTION, "rate", "FAIL", detail, 1, None, [Failure(detail, case)])
+    return failed(SECTION, "rate", detail, case)
 
 
 def independence(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
@@ -107,8 +95,8 @@ def independence(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Li
         return Line(SECTION, "independence", "ok", f"heads, sequences, queries, keys and seeds ({off[worst]:+.1f})", 2)
     what = f"the masks of {worst} are not independent ({off[worst]:+.0f} standard deviations)"
     lines = calling(session.subject, case, session.device)
-    failure = Failure(what, case, "\n".join([*lines, *shared_program(case)]) if worst.startswith("heads") else "")
-    return Line(SECTION, "independence", "FAIL", what, 2, None, [failure])
+    code = "\n".join([*lines, *shared_program(case)]) if worst.startswith("heads") else ""
+    return failed(SECTION, "independence", what, case, code, 2)
 
 
 def shared_program(case: Case) -> list[str]:
@@ -126,17 +114,17 @@ def scheme(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
     again, _ = drawn_mask(session, case)
     if not torch.equal(again, keep):
         what = "the same seed gives another mask in the next call"
-        return Line(SECTION, "mask", "FAIL", what, 2, None, [Failure(what, case)])
-    wanted = session.subject.mask(case, session.device)
-    if wanted is None:
+        return failed(SECTION, "mask", what, case, calls=2)
+    right = session.subject.mask(case, session.device)
+    if right is None:
         return Line(SECTION, "mask", "ok", "the same seed gives the same mask", 2)
-    if torch.equal(wanted & seen, keep & seen):
+    if torch.equal(right & seen, keep & seen):
         return Line(SECTION, "mask", "ok", "that of keep_mask, weight by weight", 2)
-    b, h, i, j = ((wanted ^ keep) & seen).nonzero()[0].tolist()
+    b, h, i, j = ((right ^ keep) & seen).nonzero()[0].tolist()
     what = (
         f"sequence {b}, head {h}, query {i}, key {j} is {'kept' if keep[b, h, i, j] else 'dropped'}, unlike keep_mask"
     )
-    return Line(SECTION, "mask", "FAIL", what, 2, None, [Failure(what, case)])
+    return failed(SECTION, "mask", what, case, calls=2)
 
 
 def replay(session: Session) -> Line:
@@ -145,10 +133,7 @@ def replay(session: Session) -> Line:
     sizes = ((64, 64, 32), (97, 97, 32), (33, 130, 64), (1, 70, 16), (129, 129, 16))
     for T, S, D in sizes:
         for dtype in session.timely(session.dtypes):
-            case = Case(
-                T=T, S=S, D=D, B=2, H=4, H_kv=session.kv_heads(4), dtype=dtype, dropout=RATE, seed=session.seed + 2
-            )
-            case = session.fitting(replace(case, causal="causal" in subject.features))
+            case = session.case(T, S, dtype, D=D, dropout=RATE, seed=session.seed + 2)
             try:
                 inputs = draw(case, session.device)
                 keep, _ = drawn_mask(session, replace(case, dtype=session.dtypes[0]))

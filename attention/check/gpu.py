@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .cases import Case, Inputs, draw
 from .program import calling
-from .run import Failure, Line, Refused, Session, judged, results, short
+from .run import Line, Refused, Session, failed, judged, results, short
 
 SECTION = "on a GPU"
 ROUNDS = 20
@@ -18,8 +18,7 @@ NEEDED = "needs a CUDA GPU"
 
 def common(session: Session) -> Case:
     """A case of usual sizes in the last of the precisions: 16 bits, where the implementation takes them."""
-    causal = "causal" in session.subject.features
-    return Case(T=256, S=256, D=64, B=2, H=4, H_kv=4, dtype=session.dtypes[-1], seed=session.seed, causal=causal)
+    return session.case(256, dtype=session.dtypes[-1], D=64, H_kv=4)
 
 
 def graph(session: Session) -> Line:
@@ -55,7 +54,7 @@ def graph(session: Session) -> Line:
         what = f"cannot be captured: {short(error)}"
         lines = calling(subject, case, session.device)
         lines += ["attend(q, k, v)", "with torch.cuda.graph(torch.cuda.CUDAGraph()):", "    attend(q, k, v)"]
-        return Line(SECTION, name, "FAIL", what, 1, None, [Failure(what, case, "\n".join(lines))])
+        return failed(SECTION, name, what, case, "\n".join(lines))
     got: dict[str, Tensor | None] = {key: x.detach() for key, x in zip(("out", "dq", "dk", "dv"), made, strict=False)}
     return compared(session, name, case, other.changed(do=inputs.do), expected, [got])
 
@@ -101,7 +100,7 @@ def compared(
             (verdict,) = judged(case, inputs, {key: x})
             if not verdict.passes:
                 what = f"{key} of {verdict.place()} is {verdict.error:.3g} off ({case.words()})"
-                return Line(SECTION, name, "FAIL", what, len(made), verdict.share, [Failure(what, case)])
+                return failed(SECTION, name, what, case, calls=len(made), share=verdict.share)
     return Line(SECTION, name, "ok", "bit for bit" if bitwise else "within rounding, not bit for bit", len(made))
 
 

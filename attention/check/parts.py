@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from . import behaviour, dropout, gpu, system
 from .cases import Case
-from .run import Failure, Line, Session
+from .run import Line, Session, failed
 from .workers import Ended, Job
 
 LATEST = 0.6  # the share of the time after which these parts start no more calls
@@ -62,8 +62,7 @@ class Parts:
             return
         line = Line(PARTS[name].section, name, "skip", "no time was left")
         if result.why:
-            what = f"a call ends its process: {result.why}"
-            line = Line(line.section, name, "FAIL", what, 1, None, [Failure(what, Case())])
+            line = failed(line.section, name, f"a call ends its process: {result.why}", Case())
         self.lines[name] = [line]
 
     def report(self) -> list[Line]:

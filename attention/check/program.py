@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .cases import DTYPES, MEMORY, TRENDS, Case, draw
+from .cases import DTYPES, MEMORY, TRENDS, Case
 from .judge import Verdict
 from .subject import Subject
 
@@ -13,7 +13,7 @@ def inaccurate(subject: Subject, case: Case, verdict: Verdict, device: torch.dev
     """The program for a result that is further from fp64 than rounding explains."""
     names = ["q", "k", "v", *(["sinks"] if case.sinks else []), *(["bias"] if case.bias else [])]
     lines = [*preamble(subject, case, device), *in_formula(case, names, verdict.name)]
-    call = subject.code(case, draw(case, device), lse=verdict.name == "lse")
+    call = subject.code(case, lse=verdict.name == "lse")
     if verdict.name in ("out", "lse"):
         doubles = ", ".join(f"{name}.double()" for name in names)
         lines += [f"got, exact = {call}, formula({doubles})"]
@@ -48,7 +48,7 @@ def calling(
     result   "lse": `attend` returns the log-sum-exp
     formula  define `formula` too
     """
-    call = subject.code(case, draw(case, device), lse=result == "lse")
+    call = subject.code(case, lse=result == "lse")
     lines = [*preamble(subject, case, device), "def attend(q, k, v):", f"    return {call}"]
     return [*lines, *in_formula(case, ["q", "k", "v"])] if formula else lines
 
@@ -66,7 +66,7 @@ def preamble(subject: Subject, case: Case, device: torch.device) -> list[str]:
     if sizes != [1.0] * 4:
         each = ", ".join(f"({h}, {n}, {size})" for (h, n), size in zip(shapes, sizes, strict=True))
         x, each = f"(a * {x})", f"h, n, a in ({each})"
-    lines = ["import torch", *subject.import_lines(case, draw(case, device)), f"torch.manual_seed({case.seed})"]
+    lines = ["import torch", *subject.import_lines(case), f"torch.manual_seed({case.seed})"]
     lines += [f"q, k, v, do = ({x}.to({there}{dtype}) for {each})"]
     if case.memory != "contiguous":
         lines += [f"q, k, v, do = ({MEMORY[case.memory]} for x in (q, k, v, do))"]

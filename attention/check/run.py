@@ -101,6 +101,13 @@ class Line:
     failures: list[Failure] = field(default_factory=list)
 
 
+def failed(
+    section: str, name: str, what: str, case: Case, code: str = "", calls: int = 1, share: float | None = None
+) -> Line:
+    """The line of a failure."""
+    return Line(section, name, "FAIL", what, calls, share, [Failure(what, case, code)])
+
+
 @dataclass
 class Session:
     """The state that the parts of a check share.
@@ -134,9 +141,19 @@ class Session:
     _shown: float = 0.0
     _share: float = 0.0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which shows no progress."""
+        return vars(self) | {"stream": None}
+
     def kv_heads(self, query_heads: int) -> int:
         """The key/value heads of a case with grouped heads: half of the query heads, or all where they are refused."""
         return query_heads // 2 if self.grouped else query_heads
+
+    def case(self, T: int, S: int | None = None, dtype: str | None = None, **changes: Any) -> Case:
+        """A case that the implementation takes: two sequences, four heads and grouped keys, unless `changes` differ."""
+        usual = Case(T=T, S=T if S is None else S, D=32, B=2, H=4, H_kv=self.kv_heads(4), seed=self.seed)
+        usual = replace(usual, dtype=dtype or self.dtypes[0], causal="causal" in self.subject.features)
+        return self.fitting(replace(usual, **changes))
 
     def fitting(self, case: Case) -> Case:
         """The case with the next lengths that the implementation takes; documents keep theirs."""
@@ -203,17 +220,17 @@ def interpreting() -> Iterator[None]:
         yield
 
 
-def prepare(session: Session, wanted: tuple[str, ...]) -> None:
+def prepare(session: Session, dtypes: tuple[str, ...]) -> None:
     """Try which precisions and lengths the implementation takes, and whether it has gradients and takes grouped heads.
 
     The case has usual sizes; an implementation for other head sizes may refuse it. Raises CheckError for results of
     another form than the formula's.
     """
     usual = usual_case(session)
-    sizes = (length for length in USUAL_LENGTHS if any(takes(session, usual, length, dtype) for dtype in wanted))
+    sizes = (length for length in USUAL_LENGTHS if any(takes(session, usual, length, dtype) for dtype in dtypes))
     length = next(sizes, USUAL_LENGTHS[0])
     session.multiple = 1 if length == USUAL_LENGTHS[0] else length
-    for dtype in wanted:
+    for dtype in dtypes:
         case = session.fitting(replace(usual, dtype=dtype))
         inputs = draw(case, session.device)
         if refusal := session.subject.refusal(case, session.device):
@@ -260,18 +277,11 @@ def multiple_of(session: Session, name: str) -> int:
     return next((step for step in steps if takes(session, usual, length + step, dtype)), length)
 
 
-def first_calls(session: Session, name: str, wanted: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`prepare` as a job. Returns what it has found: attributes of the session, and of the subject."""
+def first_calls(session: Session, name: str, dtypes: tuple[str, ...]) -> Session:
+    """`prepare` as a job. Returns the session with what it has found."""
     session.progress(name, 0.0)
-    prepare(session, wanted)
-    return found_by_first_calls(session)
-
-
-def found_by_first_calls(session: Session) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The attributes of a session, and of its subject, that `prepare` sets."""
-    of_session = ("dtypes", "refused", "gradients", "no_gradients", "grouped", "multiple")
-    of_subject = ("features", "result")
-    return {x: getattr(session, x) for x in of_session}, {x: getattr(session.subject, x) for x in of_subject}
+    prepare(session, dtypes)
+    return session
 
 
 def check_form(subject: Subject, q: Tensor, got: Mapping[str, Tensor | None]) -> None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from .cases import Case, draw
 from .memory import AllocationMeter
 from .program import calling
-from .run import Failure, Line, Refused, Session, judged, results, short
+from .run import Line, Refused, Session, failed, judged, results, short
 
 SECTION = "in torch"
 BUILTIN = {"aten", "prims", "prim", "inductor", "higher_order", "profiler", "_c10d_functional", "cuda"}
@@ -67,7 +67,7 @@ def derivatives(session: Session) -> Line:
             what = f"{short(error)} ({case.words()})"
             lines = calling(subject, case, session.device)
             lines += ["x = [t.requires_grad_() for t in (q, k, v)]", "assert torch.autograd.gradcheck(attend, x)"]
-            return Line(SECTION, name, "FAIL", what, calls, None, [Failure(what, case, "\n".join(lines))])
+            return failed(SECTION, name, what, case, "\n".join(lines), calls)
     if not calls:
         return Line(SECTION, name, "skip", "no time was left")
     return Line(SECTION, name, "ok", "gradients are the derivatives of out, in fp64", calls)
@@ -149,8 +149,7 @@ def compiled_call(
 
 def compilation(session: Session) -> Line:
     """A compiled call is one graph without breaks, with the same results."""
-    case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=session.kv_heads(4), dtype=session.dtypes[0], seed=session.seed)
-    case = session.fitting(case)
+    case = session.case(65)
     custom = bool(recorded(session))
     try:
         compiled = compiled_call(session, case)
@@ -160,18 +159,17 @@ def compilation(session: Session) -> Line:
             return Line(SECTION, "compilation", "note", what, 1)
         lines = calling(session.subject, case, session.device)
         lines += ["torch.compile(attend, fullgraph=True, backend='aot_eager')(q, k, v)"]
-        return Line(SECTION, "compilation", "FAIL", what, 1, None, [Failure(what, case, "\n".join(lines))])
+        return failed(SECTION, "compilation", what, case, "\n".join(lines))
     worst = max(judged(case, draw(case, session.device), compiled), key=lambda v: v.share)
     if worst.passes:
         return Line(SECTION, "compilation", "ok", f"one graph, within rounding ({worst.share:.2f})", 1, worst.share)
     what = f"compiled, {worst.name} of {worst.place()} is {worst.error:.3g} off ({case.words()})"
-    return Line(SECTION, "compilation", "FAIL", what, 1, worst.share, [Failure(what, case)])
+    return failed(SECTION, "compilation", what, case, share=worst.share)
 
 
 def recorded(session: Session) -> dict[Any, tuple[Any, Any]]:
     """The custom operators that a compiled call reaches, with their arguments."""
-    case = Case(T=40, S=40, D=16, B=1, H=2, H_kv=session.kv_heads(2), dtype=session.dtypes[0], seed=session.seed)
-    case = session.fitting(case)
+    case = session.case(40, D=16, B=1)
     calls: dict[Any, tuple[Any, Any]] = {}
     with contextlib.suppress(Exception):  # a call that fails here has its own line
         compiled_call(session, case, calls)
@@ -188,7 +186,7 @@ def operators(session: Session) -> Line:
             torch.library.opcheck(operator, args, kwargs)
         except Exception as error:
             what = f"opcheck of {operator}: {short(error)}"
-            return Line(SECTION, "operators", "FAIL", what, 1, None, [Failure(what, Case())])
+            return failed(SECTION, "operators", what, case=Case())
     names = ", ".join(sorted({str(operator.overloadpacket) for operator in calls}))
     return Line(SECTION, "operators", "ok", f"opcheck passes: {names}", len(calls))
 

@@ -7,13 +7,14 @@ reports the call that did so, and starts another process.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -21,8 +22,7 @@ from typing import Any
 
 import torch
 
-from .run import Session, found_by_first_calls, interpreting, short
-from .subject import find
+from .run import Session, interpreting, short
 
 GRACE_S = 5.0  # seconds that jobs have to end after the deadline
 Job = partial[Any]  # a module's function of a Session with its other arguments, which is sent to a process
@@ -36,24 +36,6 @@ class Ended:
     """
 
     why: str = ""
-
-
-@dataclass(frozen=True)
-class Start:
-    """The message from which a process makes its session.
-
-    target, style  arguments of `find`
-    known          attributes of the Subject, by name
-    settings       arguments of Session, by name
-    """
-
-    target: str
-    style: str | None
-    known: dict[str, Any]
-    settings: dict[str, Any]
-
-    def session(self) -> Session:
-        return Session(replace(find(self.target, style=self.style), **self.known), stream=None, **self.settings)
 
 
 class Here:
@@ -73,24 +55,17 @@ class Here:
 class Workers:
     """Processes that run jobs. They start at once, and wait for `begin`.
 
-    number         the number of processes
-    target, style  arguments of `find`, by which each process imports the implementation
+    number  the number of processes
     """
 
-    def __init__(self, number: int, target: str, style: str | None = None) -> None:
-        self.number, self.named, self.context = number, (target, style), get_context("spawn")
+    def __init__(self, number: int) -> None:
+        self.number, self.context = number, get_context("spawn")
         self.idle = [self.another() for _ in range(number)]
         self.busy: dict[Connection, tuple[Any, Job]] = {}  # the process and its job
 
     def begin(self, session: Session) -> None:
-        """The processes make their sessions like this one, as it is when a job is sent."""
+        """Jobs receive this session, as it is when they are sent."""
         self.session = session
-
-    def start(self) -> Start:
-        """From which a process makes its session now."""
-        found, known = found_by_first_calls(self.session)
-        given = {name: getattr(self.session, name) for name in ("device", "deadline", "seed", "threads")}
-        return Start(*self.named, known, given | found)
 
     def another(self) -> tuple[Any, Connection]:
         """A new process and the connection to it."""
@@ -110,7 +85,7 @@ class Workers:
             while len(self.busy) < self.number and (job := next(jobs, None)) is not None:
                 process, connection = self.idle.pop() if self.idle else self.another()
                 with suppress(OSError):  # reading from a process that is gone raises an error below
-                    connection.send((self.start(), job))
+                    connection.send(pickle.dumps((self.session, job)))
                 self.busy[connection] = process, job
             if not self.busy:
                 return
@@ -167,18 +142,15 @@ def status(code: int | None) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """Receive jobs, each with a Start, and run them until None comes."""
+    """Receive jobs, each pickled with its session, and run them until None comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the check ends its processes itself
     torch.set_num_threads(1)
-    started = session = None
     with warnings.catch_warnings(), interpreting():
         warnings.simplefilter("ignore")
         with suppress(EOFError):
             while (received := connection.recv()) is not None:
-                start, job = received
                 try:
-                    if start != started:
-                        started, session = start, start.session()
+                    session, job = pickle.loads(received)
                     connection.send(job(session))
                 except Exception as error:
                     if str(error).startswith("CUDA error"):  # the GPU computes nothing after it

@@ -169,7 +169,6 @@ PARTS = (
     runs("first-ablation", 5, count=0),
     *(Part(f"arena-{case}", f"bench.arena {case}", "arena", MOST_MINUTES, 0, kernels=()) for case in (*SEEDS, *SWEEPS)),
     Part("generate-cpu", "bench.generate --device cpu", "generate", 1, 0, kernels=()),
-    Part("recommend", "bench.recommend", "recommend", 4),
     Part("attention-faults", "tests.attention.faults", "attention-faults", 5, 0, kernels=()),
     Part("attention-right", "tests.attention.faults --right 5 --quick", "attention-right", 5, 0, kernels=()),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bench.markdown import table
-from bench.recommend import SHAPES
 from bench.record import Row
 from bench.tables.blocks import Rows, block
 
@@ -47,15 +46,3 @@ def right(rows: Rows) -> str:
             ),
         },
     )
-
-
-@block("recommend", "recommend")
-def recommend(rows: Rows) -> str:
-    """The implementations that ran and are correct at the default shape, the fastest first."""
-    shown = [row for row in rows if row["shape"] == SHAPES[0] and row["correct"] and row["forward"] is not None]
-
-    def ms(value: float | None) -> str:
-        return "" if value is None else f"{value:.3g}"
-
-    lines = [[f"`{row['name']}`", *(ms(row[name]) for name in ("forward", "both", "launch"))] for row in shown]
-    return table(["", "forward, ms", "forward and backward, ms", "launch, ms"], lines)

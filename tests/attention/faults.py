@@ -28,7 +28,7 @@ import torch
 import attention
 from attention import AttentionConfig, AttentionShape, DropoutKey, build_attention
 from attention.check.cli import check
-from attention.check.page import Report
+from attention.check.printing import Report
 from attention.check.subject import ours
 from bench.record import Recorder, measurement, result_file
 from data.batches import Batch

@@ -263,7 +263,7 @@ CHECK = {
     "check naive --quick --json vacant": "vacant",
     "check naive --seconds -1": "seconds",
     "check flash": "flash",
-    "check --recommend --shape 4x4": "4x4",
+    "check --recommend": "--recommend is gone",
 }
 
 OTHERS = {

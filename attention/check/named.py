@@ -21,10 +21,10 @@ class Unavailable(ImportError):
     """An implementation that is not installed, or does not run on this machine."""
 
 
-class Known(NamedTuple):
+class Named(NamedTuple):
     """How to import and call an implementation.
 
-    style     one of styles.STYLES; None: its parameters decide
+    style     one of subject.STYLES; None: its parameters decide
     words     a description
     needs     its requirements besides the library, for the message where they are missing
     """
@@ -43,26 +43,26 @@ FA3 = "flash-attn 3 (built from the folder hopper of github.com/Dao-AILab/flash-
 FA4 = "flash-attn 4 (`pip install --pre flash-attn-4`)"
 
 
-def _ours(name: str, words: str, options: str = "") -> Known:
+def _ours(name: str, words: str, options: str = "") -> Named:
     imports = f"from {PACKAGE} import AttentionConfig, build_attention"
-    return Known(imports, f"build_attention(AttentionConfig({name!r}{options}))", "ours", words)
+    return Named(imports, f"build_attention(AttentionConfig({name!r}{options}))", "ours", words)
 
 
-def _sdpa(backend: str, words: str) -> Known:
+def _sdpa(backend: str, words: str) -> Named:
     imports = "from torch.nn.functional import scaled_dot_product_attention"
     if not backend:
-        return Known(imports, "scaled_dot_product_attention", "sdpa", words)
+        return Named(imports, "scaled_dot_product_attention", "sdpa", words)
     imports = f"from torch.nn.attention import SDPBackend, sdpa_kernel\n{imports}"
-    return Known(imports, f"sdpa_kernel(SDPBackend.{backend})(scaled_dot_product_attention)", "sdpa", words)
+    return Named(imports, f"sdpa_kernel(SDPBackend.{backend})(scaled_dot_product_attention)", "sdpa", words)
 
 
-def _transformers(name: str, package: str = "") -> Known:
-    imports = f"from {PACKAGE}.check.known import from_transformers"
+def _transformers(name: str, package: str = "") -> Named:
+    imports = f"from {PACKAGE}.check.named import from_transformers"
     words, needs = f"transformers' attn_implementation={name}", " and ".join(filter(None, (TRANSFORMERS, package)))
-    return Known(imports, f"from_transformers({name!r})", "plain", words, needs)
+    return Named(imports, f"from_transformers({name!r})", "plain", words, needs)
 
 
-KNOWN = {
+NAMED = {
     "naive": _ours("naive", "the textbook formula of this library"),
     "tiled": _ours("tiled", "FlashAttention-2 in plain PyTorch, of this library"),
     "flash": _ours("flash", "the Triton kernels of this library"),
@@ -73,7 +73,7 @@ KNOWN = {
     "sdpa-efficient": _sdpa("EFFICIENT_ATTENTION", "its memory-efficient attention"),
     "sdpa-cudnn": _sdpa("CUDNN_ATTENTION", "its cuDNN attention"),
     "sdpa-math": _sdpa("MATH", "its formula"),
-    "varlen": Known(
+    "varlen": Named(
         "from torch.nn.attention.varlen import AuxRequest, varlen_attn",
         "varlen_attn",
         "varlen",
@@ -86,20 +86,20 @@ KNOWN = {
     "hf-fa2": _transformers("flash_attention_2", FA2),
     "hf-fa3": _transformers("flash_attention_3", FA3),
     "hf-fa4": _transformers("flash_attention_4", FA4),
-    "fa2": Known("from flash_attn import flash_attn_func", "flash_attn_func", "flash", "flash-attn 2", FA2),
-    "fa2-varlen": Known(
+    "fa2": Named("from flash_attn import flash_attn_func", "flash_attn_func", "flash", "flash-attn 2", FA2),
+    "fa2-varlen": Named(
         "from flash_attn import flash_attn_varlen_func", "flash_attn_varlen_func", "varlen", "flash-attn 2, packed", FA2
     ),
-    "fa3": Known("from flash_attn_interface import flash_attn_func", "flash_attn_func", "flash", "flash-attn 3", FA3),
-    "fa3-varlen": Known(
+    "fa3": Named("from flash_attn_interface import flash_attn_func", "flash_attn_func", "flash", "flash-attn 3", FA3),
+    "fa3-varlen": Named(
         "from flash_attn_interface import flash_attn_varlen_func",
         "flash_attn_varlen_func",
         "varlen",
         "flash-attn 3, packed",
         FA3,
     ),
-    "fa4": Known("from flash_attn.cute import flash_attn_func", "flash_attn_func", "flash", "flash-attn 4", FA4),
-    "fa4-varlen": Known(
+    "fa4": Named("from flash_attn.cute import flash_attn_func", "flash_attn_func", "flash", "flash-attn 4", FA4),
+    "fa4-varlen": Named(
         "from flash_attn.cute import flash_attn_varlen_func",
         "flash_attn_varlen_func",
         "varlen",

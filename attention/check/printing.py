@@ -16,8 +16,7 @@ import torch
 from .accuracy import SECTION as ACCURACY
 from .formula import RESULTS
 from .run import Failure, Line
-from .styles import FEATURES
-from .subject import CheckError
+from .subject import FEATURES, CheckError
 
 
 @dataclass(frozen=True)
