@@ -1,8 +1,9 @@
 """The function that attention computes: which keys a query sees, and how scores are changed.
 
-A Score is fixed for a layer, and kernels are compiled for it; a Layout (layout.py) comes with a batch. Each option of
-a score has a file in attention/scores/. The visible keys of a query are always one interval, also when options are
-combined. `key_intervals` computes it; masks, the tiles to visit and the rows that see nothing all follow from it.
+A Score is fixed for a layer, and kernels are compiled for it; a Layout (layout.py) comes with a batch. What depends on
+one option of a score is in its file in attention/scores/. The visible keys of a query are always one interval, also
+when options are combined. `key_intervals` computes it; masks, the tiles to visit and the rows that see nothing all
+follow from it.
 
     s = formula(scale q k^T, i, j, ...)          i and j are positions; attention/formula reads formulas
     p = softmax of s over the visible keys
@@ -11,9 +12,9 @@ combined. `key_intervals` computes it; masks, the tiles to visit and the rows th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import make_dataclass
+from dataclasses import dataclass, field, fields
 from functools import reduce
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,38 +27,23 @@ from .layout import Layout
 from .scores import OPTIONS, HeadTensor, ScoreOption
 
 Range = tuple[int, int]  # start, stop
-# Name, type and default of each option, for a dataclass.
-FIELDS: tuple[tuple[str, Any, Any], ...] = tuple((option.name, option.type, option.default) for option in OPTIONS)
-# The base class with Score's fields, in the order of its arguments.
-Fields: Any = make_dataclass(
-    "Fields",
-    [("causal", bool, True), *FIELDS, ("formula", str | Callable | None, None)],
-    namespace={"__post_init__": lambda score: score.complete()},
-    frozen=True,
-)
 
 
-Described = TypeVar("Described", bound=type)
-
-
-def describe_options(dataclass: Described) -> Described:
-    """Insert the options' docstrings before `formula` in a class's docstring."""
-    lines = "".join(f"    {option.name:<9} {option.__doc__}\n" for option in OPTIONS)
-    dataclass.__doc__ = str(dataclass.__doc__).replace("    formula ", f"{lines}    formula ", 1)
-    return dataclass
-
-
-@describe_options
-class Score(Fields):
+@dataclass(frozen=True)
+class Score:
     """The visible keys and the changes of scores in one layer. Hashable.
 
     causal    a query sees no key after its position
+    window    keys a query sees, the one at its position included; None: all
+    soft_cap  c in c tanh(s / c), which keeps scores between -c and c; None: no cap
+    alibi     subtract slope_h (i - j) from the score of query i and key j
+    sinks     a learned logit for each head joins the softmax's sum
     formula   the changed score, instead of an option that changes it: text such as "s - slope[h] * (i - j)", in the
               language of attention/formula/, or a Python function of s, i, j, h, n and tensors. None: s
 
-    Raises ScoreError. It also has
+    Numbers may be NumPy's, or tensors without axes. Raises ScoreError. It also has
 
-    values        of its fields
+    values        of the fields above
     options       the ones that are on, with their values
     head_tensors  the tensors (H,) that they need, besides those of a formula
     hides_keys    whether a query may not see the first keys
@@ -65,49 +51,65 @@ class Score(Fields):
     expression    the formula of the score, also where it comes from an option; None where the score is s
     """
 
-    # Attributes, not properties: torch.compile treats a Score as a constant, and calls none of its methods.
-    values: tuple[Any, ...]
-    options: tuple[tuple[ScoreOption, Any], ...]
-    head_tensors: tuple[HeadTensor, ...]
-    hides_keys: bool
-    most_keys: int | None
-    expression: str | None
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    formula: str | Callable[..., Any] | None = None
 
-    def complete(self) -> None:
+    # Attributes, not properties: torch.compile treats a Score as a constant, and calls none of its methods.
+    values: tuple[Any, ...] = field(init=False, repr=False, compare=False)
+    options: tuple[tuple[ScoreOption, Any], ...] = field(init=False, repr=False, compare=False)
+    head_tensors: tuple[HeadTensor, ...] = field(init=False, repr=False, compare=False)
+    hides_keys: bool = field(init=False, repr=False, compare=False)
+    most_keys: int | None = field(init=False, repr=False, compare=False)
+    expression: str | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
         """Check the fields, and set the attributes that follow from them."""
-        if callable(self.formula):
-            self.__dict__["formula"] = trace(self.formula)
+        for name in NAMES:
+            self._set(name, as_python(getattr(self, name)))
+        formula = trace(self.formula) if callable(self.formula) else self.formula
+        self._set("formula", formula)
         check_type("causal", self.causal, bool, "true or false")
         for option in OPTIONS:
             check_type(option.name, getattr(self, option.name), option.type, option.words)
         check_type("formula", self.formula, str | None, "text such as s * log(n)")
         values = ((option, getattr(self, option.name)) for option in OPTIONS)
         options = tuple((option, value) for option, value in values if value is not None and value is not False)
+        most_keys = [option.most_keys(value) for option, value in options if option.hides_keys]
+        self._set("values", tuple(getattr(self, name) for name in NAMES))
+        self._set("options", options)
+        self._set("head_tensors", tuple(option.tensor for option, _ in options if option.tensor is not None))
+        self._set("hides_keys", len(most_keys) > 0)
+        self._set("most_keys", min(most_keys, default=None))
+        self._check_options()
+        expression = formula
         for option, value in options:
+            if option.is_formula:
+                expression = option.formula(value, expression or "s")
+        self._set("expression", expression)
+
+    def _set(self, name: str, value: object) -> None:
+        """Set a field while the object is made; later it cannot be changed."""
+        object.__setattr__(self, name, value)
+
+    def _check_options(self) -> None:
+        """Raise ScoreError for values that are not possible, each alone or together."""
+        for option, value in self.options:
             option.check(value)
-        if not self.causal and any(option.looks_back for option, _ in options):
+        if not self.causal and any(option.looks_back for option, _ in self.options):
             titles = " and ".join(option.title for option in OPTIONS if option.looks_back)
             raise ScoreError(f"{titles[0].upper()}{titles[1:]} look back from the query: they need causal=True.")
-        most_keys = [option.most_keys(value) for option, value in options if option.hides_keys]
-        # The object cannot be changed, not even by itself.
-        self.__dict__["values"] = (self.causal, *(getattr(self, option.name) for option in OPTIONS), self.formula)
-        self.__dict__["options"] = options
-        self.__dict__["head_tensors"] = tuple(option.tensor for option, _ in options if option.tensor is not None)
-        self.__dict__["hides_keys"] = len(most_keys) > 0
-        self.__dict__["most_keys"] = min(most_keys, default=None)
         if self.formula is not None:
-            for option, value in options:
+            for option, value in self.options:
                 if option.is_formula:
                     raise ScoreError(
                         "{} and {} both change the score; write the formula of both, or leave one out.",
                         *(Option("score.formula", self.formula), Option(f"score.{option.name}", value)),
                     )
             check(self.formula, self.causal, self.most_keys)
-        expression = self.formula
-        for option, value in options:
-            if option.is_formula:
-                expression = option.formula(value, expression or "s")
-        self.__dict__["expression"] = expression
 
     def steps(self) -> Steps | None:
         """The steps of computing the formula; None where the score is s."""
@@ -137,6 +139,14 @@ class Score(Fields):
         """
         firsts = [option.first_key(value, query) for option, value in self.options if option.hides_keys]
         return reduce(torch.maximum, firsts)
+
+
+NAMES = tuple(option.name for option in fields(Score) if option.init)  # of Score's arguments
+
+
+def as_python(value: Any) -> Any:
+    """A number of NumPy's, or a tensor without axes, as a number of Python's; all else as it is."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def check_type(name: str, value: object, kind: Any, words: str) -> None:
@@ -195,22 +205,22 @@ class KeyIntervals(NamedTuple):
 
 def key_intervals(score: Score, layout: Layout, T: int, S: int, device: torch.device | str) -> KeyIntervals:
     """The keys that each of T queries sees, as indices from 0 to S among the call's keys, whatever their positions."""
-    own = layout.own_keys(T, S, device)
-    first, end = torch.zeros_like(own), torch.full_like(own, S)
+    at = layout.own_keys(T, S, device)
+    first, end = torch.zeros_like(at), torch.full_like(at, S)
     if layout.lengths is not None:
         end = torch.minimum(end, layout.lengths[:, None])
     if score.causal:
-        end = torch.minimum(end, (own + 1).clamp(min=0))
+        end = torch.minimum(end, (at + 1).clamp(min=0))
     if score.hides_keys:
-        first = (score.first_key(own + layout.k_start) - layout.k_start).clamp(min=0)
+        first = (score.first_key(at + layout.k_start) - layout.k_start).clamp(min=0)
     if layout.document_starts is not None and layout.document_ends is not None:
-        position = own + layout.k_start
-        known = (position >= 0) & (position < layout.document_starts.shape[1])
-        position = torch.where(known, position, 0)
+        position = at + layout.k_start
+        in_row = (position >= 0) & (position < layout.document_starts.shape[1])
+        position = torch.where(in_row, position, 0)
         starts = layout.document_starts.to(device)[:, position] - layout.k_start  # (B, T)
         ends = layout.document_ends.to(device)[:, position] - layout.k_start
         # A query before the row's first position, or behind its last one, belongs to no document.
-        first, end = torch.maximum(first, starts), torch.minimum(end, torch.where(known, ends, 0))
+        first, end = torch.maximum(first, starts), torch.minimum(end, torch.where(in_row, ends, 0))
     bounded = layout.document_starts is not None or layout.lengths is not None
     offset = layout.query_start(T, S) - layout.k_start  # of the first query from the first key
     among_keys = layout.lengths is None and offset >= 0 and offset + T <= S

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from attention.score import FIELDS, Score, ScoreError, describe_options
+from attention.score import NAMES, Score, ScoreError
 
 # The values that may differ from layer to layer.
-NAMES = tuple(field.name for field in fields(Score) if field.name != "causal")
-# The base with an option for each file of attention/scores/.
-Fields: Any = make_dataclass("Fields", [("name", str, "causal"), *FIELDS])
+LAYER_NAMES = tuple(name for name in NAMES if name != "causal")
 
 
-@describe_options
 @dataclass
-class ScoreConfig(Fields):
+class ScoreConfig:
     """The options under `score.*`.
 
     name      name of the preset, for tables and legends
+    window    keys a query sees, the one at its position included; None: all
+    soft_cap  c in c tanh(s / c), which keeps scores between -c and c; None: no cap
+    alibi     subtract slope_h (i - j) from the score of query i and key j
+    sinks     a learned logit for each head joins the softmax's sum
     formula   the changed score, such as "s * log(n)"; None: s (docs/formulas.md)
     learned   shapes of the formula's learned tensors by name, such as {bias: [h, 128]} for h heads, or with a first
               value {bias: {shape: [h, 128], init: 0.5}}
@@ -30,6 +31,11 @@ class ScoreConfig(Fields):
               [{window: 1024}, {}] is a window in every other layer. None: all alike
     """
 
+    name: str = "causal"
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
     formula: str | None = None
     learned: dict[str, Any] | None = field(default_factory=dict)
     tensors: dict[str, Any] | None = field(default_factory=dict)
@@ -41,7 +47,7 @@ def layer_scores(config: ScoreConfig, n_layers: int) -> tuple[Score, ...]:
     """The score of each layer. Raises ScoreError."""
     for mistake in score_mistakes(config, n_layers):
         raise mistake
-    base = {name: getattr(config, name) for name in NAMES}
+    base = {name: getattr(config, name) for name in LAYER_NAMES}
     pattern = config.layers or [{}]
     return tuple(Score(**(base | pattern[layer % len(pattern)])) for layer in range(n_layers))
 
@@ -54,14 +60,14 @@ def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[ScoreError]:
             f"score.layers has {len(pattern)} entries, which do not divide model.n_layers={n_layers}; give one for "
             "each layer, a pattern that fits, or score.layers=null."
         )
-    base = {name: getattr(config, name) for name in NAMES}
+    base = {name: getattr(config, name) for name in LAYER_NAMES}
     reported: set[str] = set()
     read: set[str] = set()
     for entry in pattern:
-        if unknown := [name for name in entry if name not in NAMES]:
+        if unknown := [name for name in entry if name not in LAYER_NAMES]:
             yield ScoreError(
-                f"score.layers has {unknown[0]}={entry[unknown[0]]}; an entry takes {', '.join(NAMES)}, with values as "
-                "in score.*."
+                f"score.layers has {unknown[0]}={entry[unknown[0]]}; an entry takes {', '.join(LAYER_NAMES)}, with "
+                "values as in score.*."
             )
             continue
         for name, value in (base | entry).items():
@@ -77,12 +83,12 @@ def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[ScoreError]:
         except ScoreError as error:  # values that no layer can have together
             yield error
             reported.add(str(error))
-    learned, given = config.learned or {}, config.tensors or {}
-    for name in [] if reported else {**learned, **given}:
-        if name in learned and name in given:
+    learned, fixed = config.learned or {}, config.tensors or {}
+    for name in [] if reported else {**learned, **fixed}:
+        if name in learned and name in fixed:
             yield ScoreError(f"score.learned and score.tensors both give {name}; leave one out.")
         elif name not in read:
-            missing = sorted(read - {*learned, *given})
+            missing = sorted(read - {*learned, *fixed})
             instead = f"; nothing gives {', '.join(missing)}" if missing else ""
             where = "learned" if name in learned else "tensors"
             yield ScoreError(f"score.{where} has {name}, which no formula reads{instead}.")

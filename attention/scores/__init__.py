@@ -1,16 +1,14 @@
-"""The options of a `Score`: each file holds everything about one option. A new file is a new option.
+"""The options of a `Score`: a file holds everything about one option but its field (attention/score.py).
 
 option.py has the base class. Formulas that need no option are presets in conf/score/.
 """
 
-from importlib import import_module
-from pkgutil import iter_modules
-
+from .alibi import ALiBi
 from .option import HeadTensor, Recognised, ScoreOption
+from .sinks import Sinks
+from .soft_cap import SoftCap
+from .window import Window
 
-for module in iter_modules(__path__):
-    import_module(f"{__name__}.{module.name}")
-
-OPTIONS = tuple(sorted((option() for option in ScoreOption.__subclasses__()), key=lambda option: option.order))
+OPTIONS: tuple[ScoreOption, ...] = (Window(), SoftCap(), ALiBi(), Sinks())  # in the order in which they change a score
 
 __all__ = ["OPTIONS", "HeadTensor", "Recognised", "ScoreOption"]

@@ -25,7 +25,7 @@ def alibi_slopes(n_heads: int, device: torch.device | str | None = None) -> Tens
 class ALiBi(ScoreOption):
     """subtract slope_h (i - j) from the score of query i and key j"""
 
-    name, order = "alibi", 3
+    name = "alibi"
     title = "ALiBi"
     looks_back = is_formula = in_kernels = True
     tensor = HeadTensor("slopes", alibi_slopes, learned=False, meaning="slope")

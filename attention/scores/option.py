@@ -36,11 +36,10 @@ class Recognised(NamedTuple):
 class ScoreOption:
     """An option of `Score`, which is off at its default. A subclass holds all that depends on the option.
 
-    Its docstring becomes its line in `Score`'s docstring. Implementations compute an option that changes scores as a
-    formula, and read from here which keys an option hides, so that a new option changes no other file.
+    Implementations compute an option that changes scores as a formula, and read from here which keys an option hides,
+    so that a new option changes no other file but `Score`, which has its field.
 
     name        of the field and of the feature
-    order       among the options: of Score's arguments, and in which they change a score
     type        of the value, and `words` for it in refusals
     title       in sentences and tables
     looks_back  whether it needs causal=True
@@ -52,7 +51,6 @@ class ScoreOption:
     """
 
     name: ClassVar[str]
-    order: ClassVar[int]
     type: ClassVar[Any] = bool
     words: ClassVar[str] = "true or false"
     default: ClassVar[Any] = False

@@ -25,7 +25,7 @@ def no_sinks_yet(n_heads: int, device: torch.device | str | None = None) -> Tens
 class Sinks(ScoreOption):
     """a learned logit for each head joins the softmax's sum"""
 
-    name, order = "sinks", 4
+    name = "sinks"
     title = "sinks"
     in_kernels = True
     tensor = HeadTensor("sinks", no_sinks_yet, learned=True, meaning="logit")

@@ -13,7 +13,7 @@ from .option import Recognised, ScoreOption
 class SoftCap(ScoreOption):
     """c in c tanh(s / c), which keeps scores between -c and c; None: no cap"""
 
-    name, order = "soft_cap", 2
+    name = "soft_cap"
     type, words, default = float | None, "a number", None
     title = "a soft cap"
     is_formula = in_kernels = True

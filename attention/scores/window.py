@@ -11,7 +11,7 @@ from .option import ScoreOption
 class Window(ScoreOption):
     """keys a query sees, the one at its position included; None: all"""
 
-    name, order = "window", 1
+    name = "window"
     type, words, default = int | None, "a whole number", None
     title = "a window"
     looks_back = hides_keys = in_kernels = True

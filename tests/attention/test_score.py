@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,9 @@ from attention import (
 )
 from attention.flex import FlexAttention
 from attention.score import key_intervals, visible_pairs
+from attention.scores import OPTIONS
 from attention.scores.alibi import alibi_slopes
+from model.score import ScoreConfig
 from tests import flash_attn_stand_in
 from tests.attention.reference import Case, published_slopes
 
@@ -188,3 +191,23 @@ def test_tensors_that_do_not_fit_the_call_are_refused(options, complaint):
     q, k, v, _ = Case(2, 4, 2, 8, 8, 4).tensors(torch.float32)
     with pytest.raises(ValueError, match=complaint):
         build_attention(AttentionConfig("naive"))(q, k, v, **options)
+
+
+@pytest.mark.parametrize("dataclass", [Score, ScoreConfig])
+def test_the_fields_are_those_of_the_options(dataclass):
+    by_name = {field.name: field.default for field in fields(dataclass) if field.init}
+    assert {option.name: by_name[option.name] for option in OPTIONS} == {o.name: o.default for o in OPTIONS}
+    for option in OPTIONS:
+        assert f"    {option.name:<9} {option.__doc__}\n" in str(dataclass.__doc__)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("number", [np.float64, np.float32, torch.tensor])
+def test_numbers_of_numpy_and_tensors_without_axes_are_numbers(number, compiled):
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
+    attend = build_attention(AttentionConfig("naive"))
+    score, plain = Score(soft_cap=number(2.0), window=np.int64(3), sinks=np.bool_(False)), Score(True, 3, 2.0)
+    assert score == plain
+    assert [type(x) for x in score.values] == [type(x) for x in plain.values]
+    call = torch.compile(attend, backend="eager") if compiled else attend
+    assert torch.equal(call(q, k, v, score=score).out, attend(q, k, v, score=plain).out)
