@@ -29,7 +29,7 @@ def begin() -> None:
 
 
 def run(program: Callable[[], None]) -> None:
-    """Run a program, whose status its SystemExit gives. Any other exception ends the process as usual."""
+    """Run a program, whose status its SystemExit gives, or is 1 after another exception."""
     gc.freeze()  # else every later run of the collector visits all imported objects
     gc.enable()
     atexit.register(gc.unfreeze)  # Triton 3.9 complains in the teardown about objects that were never collected
@@ -38,10 +38,17 @@ def run(program: Callable[[], None]) -> None:
     try:
         program()
     except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            _status.append(end.code or 0)
+        _status.append(1 if isinstance(end.code, str) else int(end.code or 0))
+        raise
+    except Exception:
+        _status.append(1)
         raise
     _status.append(0)
+
+
+def leave_at_once() -> None:
+    """From here on, end the program without the functions that were registered with atexit before."""
+    atexit.register(_end)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:

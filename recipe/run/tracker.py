@@ -2,7 +2,7 @@
 
     tracker = Tracker(run_folder, config.tracking, run_config=as_plain_dicts, steps=2000, resume_step=None,
                       environment=environment(device))
-    with tracker:                                  # whatever happens, no process or terminal state is left behind
+    with tracker:                                  # whatever happens, no terminal state is left behind
         tracker.log(step, {"train/loss": 2.3, ...})    # after `step` updates; metrics.jsonl first, then the rest
         tracker.print("a line above the progress bar")
         tracker.finish({"status": "completed", ...})   # writes summary.json as given, draws, says where to look
@@ -29,7 +29,7 @@ from recipe.run.progress import ProgressLine
 from recipe.run.run_folder import read_summary
 from recipe.run.summary import ENVIRONMENT, draw_loss_curve, write_summary
 from recipe.run.tensorboard import Board, installed
-from recipe.run.wandb_mirror import WandbMirror
+from recipe.run.wandb_thread import WandbThread
 
 __all__ = ["Tracker", "TrackingConfig", "TrackingError", "TrackingMode", "tracking_mistakes"]
 
@@ -98,11 +98,11 @@ class Tracker:
         self.metrics = MetricsFile(run_folder / "metrics.jsonl", resume_step)
         (run_folder / "summary.json").unlink(missing_ok=True)  # describes a run that has ended
         self.progress = ProgressLine(steps, resume_step or 0)
-        self.mirror: WandbMirror | None = None
+        self.wandb: WandbThread | None = None
         self.board: Board | None = None
         recorded = {**run_config, **(environment or {})}
         if config.mode.by_wandb:
-            self.mirror = start_mirror(run_folder, config, recorded)
+            self.wandb = start_wandb(run_folder, config, recorded)
         if config.mode is TrackingMode.tensorboard:
             self.board = Board(run_folder, recorded, resume_step)
 
@@ -115,6 +115,8 @@ class Tracker:
         self.progress.update(step, metrics)
         if self.board is not None:
             self.board.log(step, metrics)
+        if self.wandb is not None:
+            self.wandb.log(step, metrics)
         self._warn()
 
     def print(self, text: str) -> None:
@@ -135,8 +137,8 @@ class Tracker:
             raise TrackingError(
                 f"{self.run_folder} could not be written ({error.strerror}); free some space."
             ) from error
-        if self.mirror is not None:
-            self.mirror.finish(SECONDS_TO_FINISH[self.config.mode.value])
+        if self.wandb is not None:
+            self.wandb.end(True, SECONDS_TO_FINISH[self.config.mode.value])
             self._warn()
         self._print_location()
 
@@ -150,31 +152,32 @@ class Tracker:
         self.metrics.close()
         if self.board is not None:
             self.board.close()
-        if self.mirror is not None:
-            self.mirror.end(SECONDS_TO_LEAVE)
+        if self.wandb is not None:
+            self.wandb.end(False, SECONDS_TO_LEAVE)
+            self._warn()
 
     def _warn(self) -> None:
-        if self.mirror is not None:
-            for warning in self.mirror.warnings():
+        if self.wandb is not None:
+            for warning in self.wandb.warnings():
                 self.print(f"warning: {warning}")
 
     def _print_location(self) -> None:
         lines = {"run folder": self.run_folder, "metrics": "metrics.jsonl, summary.json", "loss curve": "loss.png"}
-        if self.mirror is not None and self.mirror.location is not None:
-            lines["W&B"] = self.mirror.location if self.mirror.online else f"wandb sync {self.mirror.location}"
+        if self.wandb is not None and self.wandb.location is not None:
+            lines["W&B"] = self.wandb.location if self.wandb.online else f"wandb sync {self.wandb.location}"
         if self.board is not None:
             lines["TensorBoard"] = f"tensorboard --logdir {self.run_folder}"
         for label, value in lines.items():
             self.print(f"{label:<12}{value}")
 
 
-def start_mirror(run_folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> WandbMirror:
-    """Copy the run's metrics into its W&B run, which has the same id after a resume."""
+def start_wandb(run_folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> WandbThread:
+    """The W&B run of a run folder, which has the same id after a resume."""
     path = run_folder / "wandb" / "run-id"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, secrets.token_hex(4))
-    return WandbMirror(
+    return WandbThread(
         run_folder,
         {
             "mode": config.mode.value,
@@ -188,15 +191,15 @@ def start_mirror(run_folder: Path, config: TrackingConfig, run_config: Mapping[s
     )
 
 
-def mirror_again(run_folder: Path, config: TrackingConfig) -> list[str]:
+def send_again(run_folder: Path, config: TrackingConfig) -> list[str]:
     """Send the entries that summary.json has gained since the run ended to W&B. Returns warnings, a sentence each."""
     if not config.mode.by_wandb:
         return []
     summary = read_summary(run_folder)
     recorded = {name: summary[name] for name in ENVIRONMENT if name in summary}
-    mirror = start_mirror(run_folder, config, {**summary.get("config", {}), **recorded})
-    mirror.finish(SECONDS_TO_FINISH[config.mode.value])
-    return mirror.warnings()
+    again = start_wandb(run_folder, config, {**summary.get("config", {}), **recorded})
+    again.end(True, SECONDS_TO_FINISH[config.mode.value])
+    return again.warnings()
 
 
 def name_of(run_folder: Path) -> str:

@@ -11,7 +11,7 @@ from data.untrusted import UntrustedError
 from recipe.infer.trained import Loaded
 from recipe.run.run_folder import SUMMARY, StillRunning, locked, read_summary
 from recipe.run.summary import write_summary
-from recipe.run.tracker import mirror_again
+from recipe.run.tracker import send_again
 
 Results = dict[str, dict[str, Any]]
 
@@ -42,7 +42,7 @@ def record(run: Path, trained: Loaded, results: Results) -> None:
             earlier = summary.get("eval")
             summary["eval"] = (earlier if isinstance(earlier, dict) else {}) | results
             write_summary(path, summary)
-            for warning in mirror_again(run, trained.config.tracking):
+            for warning in send_again(run, trained.config.tracking):
                 print(f"warning: {warning}", file=sys.stderr)
     except StillRunning:
         print(f"{run} is still running: the results are only printed.", file=sys.stderr)

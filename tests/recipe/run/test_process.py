@@ -37,8 +37,8 @@ process.run(program)
         ("pass", 0, "", False),
         ("sys.exit()", 0, "", False),
         ("sys.exit(130)", 130, "", False),
-        ("sys.exit('a sentence')", 1, "a sentence", True),
-        ("raise KeyError('unforeseen')", 1, "KeyError: 'unforeseen'", True),
+        ("sys.exit('a sentence')", 1, "a sentence", False),
+        ("raise KeyError('unforeseen')", 1, "KeyError: 'unforeseen'", False),
         ("signal.raise_signal(signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt", True),
     ],
 )
