@@ -8,7 +8,7 @@ python eval.py run=outputs/2026-11-21/10-00-00-flash probes=[mqar,position_loss]
 Without tasks, probes and data: the loss on the whole validation split of the run. Results are printed and, for a run
 that is over, recorded under "eval" in its summary.json and in W&B.
 
-run         a run folder, or a folder in Hugging Face's format, such as sample.py exports
+run         a run folder, or a folder of transformers, such as sample.py exports
 tasks       names of lm-eval's tasks (pip install -e '.[eval]') and .jsonl files, with commas. The lines of a file are
             {"question": ..., "choices": [...], "answer": 0} or {"text": ...}
 shots       examples before each question of lm-eval's tasks; null: as many as a task has by itself
@@ -41,14 +41,13 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from attention import ProductPrecision
 from data.corpora import CHAT, CORPORA
 from data.mistakes import check_data
 from data.options import DataConfig, Documents
 from data.tasks import TASKS
 from recipe.distributed.world import World
 from recipe.infer.evaluation.harness import run_tasks
-from recipe.infer.evaluation.models import ExportedModel, LanguageModel, TrainedModel
+from recipe.infer.evaluation.models import LanguageModel
 from recipe.infer.evaluation.probes import (
     Measured,
     as_table,
@@ -69,7 +68,7 @@ from recipe.run.compose import compose_right, expand_home, to_config
 from recipe.run.config import ConfigError
 from recipe.run.launch import refuse
 from recipe.run.wording import one_sentence
-from recipe.training.device import Precision, resolve_device, resolve_precision
+from recipe.training.device import resolve_device
 from recipe.training.memory import oom_guard
 from recipe.training.recall.position_loss import PositionLoss
 
@@ -166,21 +165,8 @@ def corpus_config(overrides: list[str]) -> DataConfig:
 
 def open_model(config: EvaluateConfig, run: Path, data: DataConfig | None) -> tuple[LanguageModel, Trained | None]:
     """The model in a folder and, if it is a run folder, the run's description of it. Raises UserError."""
-    if (run / "config.json").is_file() and not (run / ".hydra").exists():
-        device = resolve_device(config.device)
-        if config.attention is not None:  # else transformers computes
-            return TrainedModel(load_trained(run, config, config.seq_len), config.seq_len), None
-        for name in ("checkpoint", "weights"):
-            if (value := getattr(config, name)) != getattr(EvaluateConfig, name):
-                given = getattr(value, "value", value)
-                raise ConfigError(f"{name}={given} has no effect on a model of transformers; leave it out.")
-        if (precision := config.attention_precision) is not ProductPrecision.inputs:
-            raise ConfigError(
-                f"attention.precision={precision.value} has no effect on a model of transformers; leave it out."
-            )
-        return ExportedModel(run, device, resolve_precision(Precision.auto, device).dtype, config.seq_len), None
     trained = load_trained(run, config, config.seq_len, documents=data is not None or config.tasks is None)
-    return TrainedModel(trained, config.seq_len), trained
+    return LanguageModel(trained, config.seq_len), None if is_folder(run) else trained
 
 
 def results(
@@ -258,7 +244,7 @@ def measure_probes(config: EvaluateConfig, run: Path, data: DataConfig | None) -
 
     def text() -> np.ndarray:
         if data is not None and isinstance(loaded, Trained):
-            return tokenised(CORPORA[data.name](data).whole(), TrainedModel(loaded), data.max_tokens).tokens
+            return tokenised(CORPORA[data.name](data).whole(), LanguageModel(loaded), data.max_tokens).tokens
         return text_of_run(run, loaded)
 
     every: list[Measured] = []

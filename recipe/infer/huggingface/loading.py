@@ -26,7 +26,7 @@ from recipe.infer.huggingface.families import Family
 from recipe.infer.huggingface.settings import Settings, WeightsError, essence, read_settings
 from recipe.wording import as_typed
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 FILES = ["config.json", "*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 # The causal mask and the angles, which old files carry as buffers, and a head that is the embedding.
 NOT_WEIGHTS = re.compile(r"(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq|^lm_head\.weight)$")
@@ -48,6 +48,12 @@ def find(source: str, download: Callable[..., str] = snapshot_download) -> Path:
 
 def settings_of(folder: Path, source: str) -> Settings:
     """The settings in the folder's config.json. Raises WeightsError."""
+    if (folder / ADAPTER).is_file():
+        try:
+            base = read_json(folder / ADAPTER, SETTINGS)["base_model_name_or_path"]
+        except (OSError, ValueError, KeyError, TypeError):
+            base = "another model"
+        raise WeightsError(f"init_from={source} is an adapter of {base}; merge the two, and name that folder.")
     try:
         content = read_json(folder / "config.json", SETTINGS)
     except OSError as error:

@@ -13,7 +13,7 @@ from data.tokenizers import Tokenizer, gpt2_tokenizer
 from data.untrusted import SETTINGS, UntrustedError, read_json
 from model.config import GPTConfig
 from model.score import ScoreConfig
-from recipe.infer.huggingface.loading import find, settings_of
+from recipe.infer.huggingface.loading import ADAPTER, find, settings_of
 from recipe.infer.huggingface.settings import Settings, WeightsError
 from recipe.run.config import Config
 
@@ -62,7 +62,8 @@ class Start(NamedTuple):
 
 def is_folder(folder: Path) -> bool:
     """Whether this is a model of transformers, and no run."""
-    return (folder / "config.json").is_file() and not (folder / ".hydra").exists()
+    files = ("config.json", ADAPTER)
+    return any((folder / name).is_file() for name in files) and not (folder / ".hydra").exists()
 
 
 def start_from(source: str) -> Start:
