@@ -1,6 +1,5 @@
 """Compare runs: is each attention implementation the reference, up to rounding, and what does it cost? And of an arena
-(experiment=arena): which arm is better, by how much, and how sure is that? And of a ladder (experiment=ladder): does it
-hold when the model grows?
+(experiment=arena): which arm is better, by how much, how sure is that, and does it hold when the model grows?
 
     python compare.py multirun/2026-11-20/10-00-00
     python compare.py outputs/2026-11-20/10-00-00-naive outputs/2026-11-20/10-05-00-flash out=comparison
@@ -21,14 +20,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.compare.arena.plan import Plan, read_plan
-from recipe.compare.ladder.plan import LadderPlan, read_ladder
 from recipe.compare.page import write_report
 from recipe.compare.publish import MODES, mode_of, publish
 from recipe.compare.runs import ReportError, find_runs
 from recipe.compare.sweeps import label_order, labels_of
 from recipe.errors import UserError, fail
 from recipe.run.arguments import parse as key_values
+from recipe.run.queue.plan import Plan, read_plan
 
 
 @dataclass
@@ -47,7 +45,7 @@ def main(arguments: list[str]) -> None:
         return
     folders, config = parse(arguments)
     collected = find_runs(folders)
-    plan, ladder = planned(folders, config)
+    plan = planned(folders, config)
     reference = config.reference or "naive"
     labels = sorted(set(labels_of(collected.runs).values()), key=label_order)
     if config.reference and reference not in labels:
@@ -58,10 +56,6 @@ def main(arguments: list[str]) -> None:
             from recipe.compare.arena.page import write_arena_report  # needs scipy, which takes a second to import
 
             report = write_arena_report(collected, plan, folders[0], out)
-        elif ladder:
-            from recipe.compare.ladder.page import write_ladder_report
-
-            report = write_ladder_report(collected, ladder, out)
         else:
             report = write_report(collected, out, reference)
     except OSError as error:
@@ -84,20 +78,16 @@ def main(arguments: list[str]) -> None:
         print(publish(collected.runs, out, mode))
 
 
-def planned(folders: list[Path], config: CompareConfig) -> tuple[Plan | None, LadderPlan | None]:
-    """The plan of the arena or of the ladder in the given folder; None for other runs. Raises UserError."""
-    plans = [(folder, *both) for folder in folders if any(both := (read_plan(folder), read_ladder(folder)))]
-    if not plans:
-        return None, None
-    folder, plan, ladder = plans[0]
-    kind = "an arena" if plan else "a ladder"
-    if len(folders) > 1:
-        raise ReportError(f"{folder} is {kind}, and its arms are not compared with other runs; give it alone.")
-    if config.reference:
+def planned(folders: list[Path], config: CompareConfig) -> Plan | None:
+    """The plan of the arena in the given folder; None for other runs. Raises UserError."""
+    folder, plan = next(((folder, plan) for folder in folders if (plan := read_plan(folder))), (None, None))
+    if plan and len(folders) > 1:
+        raise ReportError(f"{folder} is an arena, and its arms are not compared with other runs; give it alone.")
+    if plan and config.reference:
         raise ReportError(
-            f"reference= names an implementation; the baseline of {kind} is in its plan (arena.baseline)."
+            "reference= names an implementation; the baseline of an arena is in its plan (arena.baseline)."
         )
-    return plan, ladder
+    return plan
 
 
 def parse(arguments: list[str]) -> tuple[list[Path], CompareConfig]:

@@ -52,7 +52,6 @@ from recipe.infer.evaluation.probes import (
     Measured,
     as_table,
     check_length,
-    draw_probes,
     limits,
     probe_names,
     run_probes,
@@ -255,7 +254,9 @@ def measure_probes(config: EvaluateConfig, run: Path, data: DataConfig | None) -
             every.append(one)
     finally:  # if a probe fails, the results of the probes before it are still written
         if every and not is_folder(run):
-            print(*draw_probes(run, every), sep="\n")
+            from recipe.compare.probes import draw_probes  # matplotlib takes a second to import
+
+            print(*draw_probes(run, {one.probe: one.details for one in every}), sep="\n")
             origin = {"checkpoint": loaded.checkpoint.name}
             record(run, loaded, {" ".join([one.probe, *given]): one.metrics | one.details | origin for one in every})
 

@@ -22,8 +22,8 @@ import yaml
 from bench.machine import ROOT, device_name, require_gpu
 from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
 from data.batches import Batch
-from recipe.compare.arena.config import read_arms
 from recipe.distributed.world import World
+from recipe.run.arms import read_arms
 from recipe.run.build import build_model, build_trainer
 from recipe.run.compose import composed, to_config
 from recipe.run.tracker import TrackingMode

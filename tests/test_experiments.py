@@ -24,7 +24,7 @@ from recipe.run.wording import explain
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
-MULTI_GPU, SLURM = "hydra_plugins.process_launcher.ProcessLauncher", "hydra_plugins.hydra_submitit_launcher"
+MULTI_GPU, SLURM = "hydra_plugins.sweeps.ProcessLauncher", "hydra_plugins.hydra_submitit_launcher"
 
 
 def commands(file: Path) -> list[list[str]]:

@@ -30,15 +30,12 @@ from bench.runs import python
 from data.atomic import write_atomically
 from data.tasks import TASKS
 from recipe.compare.arena.page import as_json as arena_json
-from recipe.compare.arena.plan import read_plan
 from recipe.compare.arena.results import compare_arms
 from recipe.compare.arena.statistics import holm_levels, judge, paired
-from recipe.compare.ladder.page import as_json as ladder_json
-from recipe.compare.ladder.plan import read_ladder
-from recipe.compare.ladder.results import rungs_of
 from recipe.compare.page import span
-from recipe.compare.queue.launcher import cores
 from recipe.compare.runs import Run, find_runs
+from recipe.run.queue.launcher import cores
+from recipe.run.queue.plan import read_plan
 
 MARGIN = 0.005
 SEEDS_ITSELF, SEEDS_PLANTED = 5, 8
@@ -49,8 +46,8 @@ MACHINE = "machine.json"  # in a sweep's folder: where its runs were trained
 
 def train_seeds(folder: Path, last: int, overrides: Sequence[str]) -> None:
     """Train a configuration with the seeds 1, 2, ... in folder/<seed>, without the runs that are already complete."""
-    from recipe.compare.queue.jobs import Job
     from recipe.run.compose import composed, to_config
+    from recipe.run.queue.jobs import Job
     from train import train
 
     for seed in range(1, last + 1):
@@ -132,9 +129,9 @@ def judged(case: str, folder: Path) -> Row:
 
 
 def sweep(name: str, folder: Path) -> Row:
-    """The results of an arena or a ladder, as its report has them. Raises SystemExit for another folder."""
+    """The results of an arena, as its report has them. Raises SystemExit for another folder."""
     runs = find_runs([folder]).runs
-    plan, ladder = read_plan(folder), read_ladder(folder)
+    plan = read_plan(folder)
     row: Row = {"case": name, **origin(runs), "runs": len(runs)}
     row["wall_s"] = sum(float(run.summary.get("wall_time_s") or 0.0) for run in runs)
     row |= {"took_s": span(runs), "trained_on": trained_on(folder)}
@@ -143,9 +140,7 @@ def sweep(name: str, folder: Path) -> Row:
         probes = {arm: last_of_probes(list(result.runs.values())) for arm, result in arena.arms.items()}
         maps = {arm: maps_of_tasks(list(result.runs.values())) for arm, result in arena.arms.items()}
         return row | {"arms": plan.arms, "arena": plain(arena_json(arena)), "probes": probes, "maps": plain(maps)}
-    if ladder:
-        return row | {"arms": ladder.arms, "ladder": plain(ladder_json(ladder, rungs_of(ladder, runs)))}
-    raise SystemExit(f"error: {folder} is neither an arena nor a ladder; name the folder of one.")
+    raise SystemExit(f"error: {folder} is no arena; name the folder of one.")
 
 
 def trained_on(folder: Path) -> str | None:

@@ -79,11 +79,6 @@ SWEEPS = {
         f"experiment=recall data=needle arena.arms='{FAR}' arena.seeds=2 model.n_layers=1 seq_len=1024 "
         f"training.batch_size=4 training.steps=400 training.eval_every=200 {QUIET}"
     ),
-    "ladder": (
-        f"experiment=ladder ladder.depths=[2,3,4,5] ladder.next=7 ladder.width=26 ladder.head=26 {QUIET} "
-        "model.positions=rotary optimizer=muon optimizer.lr=2.4e-2 training.batch_size=4 training.steps=160 "
-        "training.log_every=50"
-    ),
     "formulas": f"experiment=formulas {QUIET}",
     "parts": "experiment=speedrun hydra.launcher.jobs=2 tracking=disabled",
 }

@@ -31,7 +31,7 @@ from bench.attention.peers import Problem, candidates, from_registry
 from bench.machine import device_name, require_gpu
 from bench.measure import Call, Timing, interleaved, release
 from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
-from recipe.compare.drawing import Chart, Palette, label_axes, legend
+from recipe.drawing import Chart, Palette, label_axes, legend
 
 B, H, T, D = 64, 16, 1024, 64
 NAMES = ("naive", "flash", "sdpa-flash")

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.markdown import both, pivot
-from recipe.compare.drawing import Chart, Palette, Style, height_for, label_axes, legend, log_axis, styles
+from recipe.drawing import Chart, Palette, Style, height_for, label_axes, legend, log_axis, styles
 from recipe.wording import short_length, short_number
 
 SHORT = {"out of memory": "OOM", "too slow": "slow", "refused": "-", "failed": "failed"}

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from bench.record import Row
-from recipe.compare.drawing import Chart, Palette, label_axes, legend, log_axis
+from recipe.drawing import Chart, Palette, label_axes, legend, log_axis
 
 WINDOW = 10  # steps that one point averages
 

@@ -177,24 +177,3 @@ def needle_far(rows: Rows) -> str:
     lines = [[f"`{arm}`", *(f"{100 * one['accuracy'][-1][n]:.0f} %" for n in far)] for arm, one in maps.items()]
     ranges = [f"{longest >> k:,} to {(longest >> k - 1) - 1:,}" for k in range(len(far), 0, -1)]
     return table([f"of {longest:,} tokens, the needle is back by", *ranges], lines)
-
-
-@block("arena-ladder", "xeon:arena")
-def ladder(rows: Rows) -> str:
-    """The predicted loss of the next size beside the measured one."""
-    row = of_case(rows, "ladder")
-    if row is None:
-        return "Not measured yet."
-    lines = []
-    for arm, one in row["ladder"]["arms"].items():
-        largest, last = one["sizes"][-1], one["measured"]
-        if not one["predicted"] or not last:
-            continue
-        loss, low, high, _ = one["predicted"]
-        mean = sum(last["losses"].values()) / len(last["losses"])
-        lines.append([
-            f"`{arm}`", f"{one['sizes'][0]['parameters']:,.0f} to {largest['parameters']:,.0f}",
-            f"{last['parameters']:,.0f}", f"{loss:.4f} ({low:.4f} to {high:.4f})", f"{mean:.4f}",
-            f"{mean - loss:+.4f}, {'inside' if one['inside'] else 'outside'}",
-        ])  # fmt: skip
-    return table(["arm", "parameters, fitted", "predicted size", "predicted loss", "measured", "difference"], lines)

@@ -10,7 +10,7 @@ from bench.markdown import both, pivot, table
 from bench.record import Row
 from bench.tables.blocks import Rows, block, figure
 from bench.tables.labels import PEERS, VARIANTS, percent, problem
-from recipe.compare.drawing import Chart
+from recipe.drawing import Chart
 
 PEAK_TFLOPS = 989  # of an H200's tensor cores in bf16
 LENGTHS = ("1k", "4k", "16k")  # the columns of tables of speeds

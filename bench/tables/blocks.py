@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from bench.machine import ROOT
 from bench.record import RESULTS, Row, read
-from recipe.compare.drawing import Chart, render_png
+from recipe.drawing import Chart, render_png
 
 # The machines whose results the documents show.
 GPU, H100 = "nvidia-h200", "nvidia-h100-80gb-hbm3"

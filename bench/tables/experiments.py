@@ -10,7 +10,7 @@ from bench.record import Row
 from bench.tables.blocks import Rows, block, figure
 from bench.tables.labels import case, thousands
 from bench.tables.training import long_speeds, second_step
-from recipe.compare.drawing import Chart
+from recipe.drawing import Chart
 from recipe.wording import times
 
 TILED = "tiled, tiles of 256"

@@ -12,7 +12,7 @@ from bench.attention.formulas import ROWS
 from bench.markdown import table
 from bench.record import Row
 from bench.tables.blocks import Rows, block, figure
-from recipe.compare.drawing import Chart, Palette
+from recipe.drawing import Chart, Palette
 
 T = 32
 GATES = torch.where(torch.arange(T) % 11 == 10, 0.02, 0.9)  # a text that ends twice

@@ -11,7 +11,7 @@ from bench.record import Row
 from bench.tables.blocks import Rows, block, figure
 from bench.tables.labels import case, thousands
 from bench.tables.training import long_speeds, second_step
-from recipe.compare.drawing import Chart, Palette, label_axes, legend, log_axis, styles
+from recipe.drawing import Chart, Palette, label_axes, legend, log_axis, styles
 from recipe.wording import short_length
 
 

@@ -7,7 +7,7 @@ from bench.record import Row
 from bench.tables.blocks import Rows, block, figure
 from bench.tables.labels import percent, thousands
 from bench.train_step.views import NANOGPT, beside, chart, length
-from recipe.compare.drawing import Chart
+from recipe.drawing import Chart
 
 BF16 = ["training.residual_in_fp32=false"]
 DOCUMENTS = ["data.documents=mask"]

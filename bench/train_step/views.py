@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from bench.attention.views import over_lengths
 from bench.record import Row
-from recipe.compare.drawing import Chart, Palette, label_axes, legend, styles
+from recipe.drawing import Chart, Palette, label_axes, legend, styles
 
 ATTENTIONS = ("flash", "sdpa", "naive")
 IDENTITY = ("attention", "shape", "dropout", "recompute", "extra", "gpus")

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from recipe.compare.costs import Point, attention_alone, crossovers, points, predicted_memory, same_tokens
-from recipe.compare.drawing import Chart, height_for
 from recipe.compare.parity import rounding_of_a_step, seed_spread
 from recipe.compare.plots import Curves, Value, draw_difference, draw_over_axis, draw_probe, draw_steps
 from recipe.compare.probes import probe_charts
 from recipe.compare.runs import Run
 from recipe.compare.sweeps import Cell, Sweep
 from recipe.compare.verdict import Outcome, Verdict
+from recipe.drawing import Chart, height_for
 from recipe.training.parity import PARITY_MARGIN
 from recipe.wording import memory_unit
 

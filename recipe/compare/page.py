@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from recipe.compare.drawing import Chart, css_variables, render_png, render_svg
 from recipe.compare.figures import charts
 from recipe.compare.labels import heading, headings, places
 from recipe.compare.parity import judge
@@ -20,6 +19,7 @@ from recipe.compare.sweeps import Sweep, labels_of, sweeps_of
 from recipe.compare.tables import Table, ablation_table, cell_table, run_table, runs_csv
 from recipe.compare.text import Answer, answer, notes_on
 from recipe.compare.verdict import Outcome, Verdict, outcome_of
+from recipe.drawing import Chart, css_variables, render_png, render_svg
 from recipe.files import number
 from recipe.training.parity import PARITY_MARGIN
 from recipe.wording import duration

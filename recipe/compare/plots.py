@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from recipe.compare.costs import Point, points
-from recipe.compare.drawing import Palette, finish_steps, label_axes, legend, log_axis, styles
 from recipe.compare.pairing import difference
 from recipe.compare.parity import EPS, MEASURES, beside_rounding, rolling_rms, rounding_of_a_step, seed_spread
 from recipe.compare.runs import Run
 from recipe.compare.sweeps import Cell, Sweep
+from recipe.drawing import Palette, finish_steps, label_axes, legend, log_axis, styles
 from recipe.training.parity import PARITY_MARGIN
 from recipe.wording import short_length, short_number
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
-from recipe.compare.drawing import Chart, Palette, height_for, label_axes, legend, styles
 from recipe.compare.runs import Run
+from recipe.drawing import Chart, Palette, height_for, label_axes, legend, render_png, styles
 from recipe.files import number
 from recipe.wording import percent, short_length
 
@@ -21,6 +22,7 @@ Curves = Mapping[str, Sequence[Run]]  # a name, and its seeds
 Heat = NDArray[np.float64]  # (lengths, distances), NaN where nothing was asked
 ROW, HEAD = 0.27, 0.36  # inches of a length, and of the name above a map
 POSITION_LOSS = "position_loss"
+FIGURES = "probes"  # the folder of a run's own figures
 
 
 def probe_charts(curves: Curves) -> list[Chart]:
@@ -140,3 +142,17 @@ def draw_positions(figure: Figure, palette: Palette, losses: Mapping[str, Sequen
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_length(value)))
     axes.xaxis.set_minor_locator(NullLocator())
     legend(figure, axes, palette)
+
+
+def draw_probes(folder: Path, measured: Mapping[str, Mapping[str, Any]]) -> list[Path]:
+    """Write the figures of one run's probes, in light colours, into <folder>/probes/.
+
+    measured  the details of each probe, by its name
+    """
+    run = Run(folder, folder.name, "completed", {}, [], (), {"probes": measured}, ())
+    (folder / FIGURES).mkdir(exist_ok=True)
+    written = []
+    for chart in probe_charts({folder.resolve().name: [run]}):
+        written.append(folder / FIGURES / f"{chart.name}.png")
+        written[-1].write_bytes(render_png(chart, dark=False))
+    return written

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipe.compare.drawing import IMPLEMENTATIONS
 from recipe.compare.labels import among, comparison_key, places
 from recipe.compare.pairing import by_seed
 from recipe.compare.runs import UNKNOWN, Run
+from recipe.drawing import IMPLEMENTATIONS
 
 # Settings that a sweep over lengths or devices also changes, to keep the tokens of a step or of a run equal.
 _BATCH = ("training.batch_size", "training.batch_tokens")

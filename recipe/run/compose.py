@@ -21,9 +21,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from recipe import CONF
-from recipe.compare.queue import arena, ladder, launcher
 from recipe.run.arguments import suggestion
 from recipe.run.config import Config, ConfigError, holds_mapping, is_key, keys, register
+from recipe.run.queue import arena, launcher
 from recipe.run.removed import refusal
 from recipe.run.wording import expected, explain, misses_shape
 
@@ -33,7 +33,7 @@ MOST_JOBS = 10_000  # of a sweep: each is composed and checked before the first 
 @functools.cache
 def register_all() -> None:
     """Make the schema of the configuration, the launcher and the sweepers known to Hydra, once in a process."""
-    for part in (register, launcher.register, arena.register, ladder.register):
+    for part in (register, launcher.register, arena.register):
         part()
 
 
@@ -113,7 +113,7 @@ def mistakes(line: str) -> Iterator[str]:
         yield f"{line} would leave {key} without a value; write {key}=<value>."
     elif not key:
         yield f"{line} is not an override; write key=value without blanks."
-    elif (sentence := refusal(key)) is not None:
+    elif (sentence := refusal(key) or refusal(line)) is not None:
         yield sentence
     elif key not in known and not is_key(key):
         namesakes = [name for name in known if "." in name and name.rpartition(".")[2] == key.rpartition(".")[2]]

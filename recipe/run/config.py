@@ -15,10 +15,9 @@ from attention import AttentionConfig
 from data.options import DataConfig
 from model.config import GPTConfig
 from model.score import ScoreConfig
-from recipe.compare.arena.config import ArenaConfig
-from recipe.compare.ladder.config import LadderConfig
 from recipe.distributed.config import ParallelConfig
 from recipe.errors import UserError
+from recipe.run.arms import ArenaConfig
 from recipe.run.tracker import TrackingConfig
 from recipe.training.config import TrainingConfig
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
@@ -58,7 +57,6 @@ class Config:
     parity: ParityConfig = field(default_factory=ParityConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     arena: ArenaConfig = field(default_factory=ArenaConfig)
-    ladder: LadderConfig = field(default_factory=LadderConfig)
 
 
 def register() -> None:

@@ -14,11 +14,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe.compare.queue import launcher
-from recipe.compare.queue.jobs import without
-from recipe.compare.queue.submitit_jobs import share_checkout
 from recipe.distributed.world import World
-from recipe.run.arena import arena_sweep_mistakes, has_arms, stray_options
+from recipe.run.arena import arena_sweep_mistakes, is_arena, stray_options
 from recipe.run.check import mistakes
 from recipe.run.compose import (
     Composition,
@@ -33,6 +30,8 @@ from recipe.run.compose import (
     to_config,
 )
 from recipe.run.config import ConfigError
+from recipe.run.queue import launcher
+from recipe.run.queue.jobs import share_checkout, without
 from recipe.run.resume import check_folder, check_writable, resumed
 from recipe.run.run_folder import check_not_running
 from recipe.run.starting import with_start
@@ -100,7 +99,7 @@ def prepare(arguments: list[str]) -> list[str]:
 def check_sweep(composition: Composition) -> DictConfig:
     """The sweep's configuration. Raises ConfigError for mistakes in it, in any of its jobs or in its folder."""
     sentences, composed = list(composition.wrong), list[tuple[list[str], Composition]]()
-    if composition.cfg is not None and has_arms(composition.cfg):
+    if composition.cfg is not None and is_arena(composition.cfg):
         sentences += arena_sweep_mistakes(composition, mistakes_of)
     elif composition.cfg is not None:
         swept = jobs(composition.right)

@@ -6,10 +6,17 @@ from typing import Any
 
 # An option, or the options that begin with a prefix such as "ladder." -> what to do instead.
 REMOVED: dict[str, str] = {
+    "experiment=ladder": "an arena trains its arms at several sizes: experiment=arena arena.sizes=[1,2,4]",
+    "ladder.": "an arena trains its arms at several sizes: experiment=arena arena.sizes=[1,2,4]",
     "training.mlp_in_fp8": "leave it out: the MLP computes in training.precision",
 }
 # The default of each removed option, with which a recorded configuration computes what it computes today.
 DEFAULTS: dict[str, Any] = {
+    "ladder.depths": [1, 2, 3, 4],
+    "ladder.next": 6,
+    "ladder.width": 32,
+    "ladder.head": 32,
+    "ladder.depth": None,
     "training.mlp_in_fp8": False,
 }
 
@@ -35,7 +42,9 @@ def without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         key = f"{prefix}{name}"
         if key in DEFAULTS and value == DEFAULTS[key]:
             continue
-        remaining[name] = without_removed(value, f"{key}.") if isinstance(value, dict) else value
+        rest = without_removed(value, f"{key}.") if isinstance(value, dict) else value
+        if rest != {} or value == {}:
+            remaining[name] = rest
     return remaining
 
 

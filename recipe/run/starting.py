@@ -7,8 +7,8 @@ from typing import Any
 
 from hydra.errors import HydraException
 
-from recipe.compare.queue.launcher import quoted
 from recipe.run.compose import parsed
+from recipe.run.queue.launcher import quoted
 from recipe.wording import as_typed
 
 

@@ -81,7 +81,7 @@ def draw_loss_curve(records: list[dict[str, Any]], path: Path, title: str) -> No
     """Draw train and validation loss over steps as PNG. Values that are not finite leave a gap."""
     from matplotlib.figure import Figure  # half a second to import, too long for the start of a run
 
-    from recipe.compare.drawing import COLOURS
+    from recipe.drawing import COLOURS
 
     colours = {role: light for role, (light, _) in COLOURS.items()}
     train, val = _series(records, "train/loss"), _series(records, "val/loss")

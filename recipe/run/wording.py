@@ -13,10 +13,10 @@ from typing import Any, get_args, get_origin
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from recipe.compare.queue.submitit_jobs import failed_job
 from recipe.errors import UserError, fail, refusals
 from recipe.run.arguments import suggestion
 from recipe.run.config import ConfigError, declared, holds_mapping, keys
+from recipe.run.queue.jobs import failed_job
 from recipe.wording import as_typed
 
 LISTS: dict[Any, str] = {

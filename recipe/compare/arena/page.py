@@ -6,9 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from recipe.compare.arena.config import LR
 from recipe.compare.arena.figures import arena_charts, forest
-from recipe.compare.arena.plan import Plan
 from recipe.compare.arena.race import race
 from recipe.compare.arena.results import Arena, Comparison, Reading, compare_arms
 from recipe.compare.arena.statistics import ALPHA
@@ -19,6 +17,8 @@ from recipe.compare.runs import RunSet
 from recipe.compare.tables import as_csv, run_table, runs_csv
 from recipe.compare.text import notes_on
 from recipe.files import to_json
+from recipe.run.arms import LR
+from recipe.run.queue.plan import Plan
 from recipe.wording import percent
 
 RESULTS, VERDICTS = "arena.json", "verdicts.csv"

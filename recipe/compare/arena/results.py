@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recipe.compare.arena.plan import Plan, PlannedRun
 from recipe.compare.arena.statistics import (
     ALPHA,
     Paired,
@@ -27,6 +26,7 @@ from recipe.compare.arena.statistics import (
 from recipe.compare.pairing import by_seed, difference, pairs_of
 from recipe.compare.runs import Run, Series
 from recipe.files import number
+from recipe.run.queue.plan import Plan, PlannedRun
 
 LOSS = "val/loss"
 Interval = tuple[float, float]
@@ -191,7 +191,7 @@ def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run]) -> ArmRuns:
         if planned.lr is not None and (loss is not None or run.out_of_memory):
             losses[planned.lr].append(math.inf if loss is None else loss)
     tried = tuple(Tried(lr, tuple(of_rate)) for lr, of_rate in losses.items())
-    seeds = plan.seed_runs()
+    seeds = [one for one in plan.seed_runs() if one.size == plan.layers[-1]]
     return ArmRuns(arm, by_seed(run for _, run in of(seeds)), tried, next(s.lr for s in seeds if s.arm == arm))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +15,6 @@ from recipe.run.config import ConfigError
 from recipe.training.recall.choice import build_probe, unknown_probes
 from recipe.training.recall.position_loss import PositionLoss
 from recipe.training.recall.probe import lengths_for
-
-FIGURES = "probes"  # the folder of the figures, in the run's
 
 
 class Measured(NamedTuple):
@@ -104,19 +101,3 @@ def loss_rows(details: Mapping[str, Any]) -> list[list[str]]:
 def spans(edges: Sequence[int]) -> list[str]:
     """The whole numbers from each edge to before the next, in words."""
     return [f"{low:,}" if high == low + 1 else f"{low:,}-{high - 1:,}" for low, high in pairwise(edges)]
-
-
-def draw_probes(run: Path, every: Sequence[Measured]) -> list[Path]:
-    """Write the figures of compare.py's page, in light colours, into <run>/probes/."""
-    from recipe.compare.drawing import render_png  # matplotlib takes a second to import
-    from recipe.compare.probes import probe_charts
-    from recipe.compare.runs import Run
-
-    summary = {"probes": {one.probe: one.details for one in every}}
-    measured = Run(run, run.name, "completed", {}, [], (), summary, ())
-    (run / FIGURES).mkdir(exist_ok=True)
-    written = []
-    for chart in probe_charts({run.resolve().name: [measured]}):
-        written.append(run / FIGURES / f"{chart.name}.png")
-        written[-1].write_bytes(render_png(chart, dark=False))
-    return written

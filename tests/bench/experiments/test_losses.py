@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from bench.experiments.losses import WINDOW, chart, distance, largest_share, runs
 from bench.record import RESULTS, read
-from recipe.compare.drawing import scheme
+from recipe.drawing import scheme
 
 ROWS = read(RESULTS / "losses-nvidia-h200.json")
 

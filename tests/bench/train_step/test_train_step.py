@@ -12,7 +12,7 @@ from bench.record import RESULTS, Recorder, Row, read
 from bench.train_step.__main__ import main, measure_all, overrides
 from bench.train_step.nanogpt import SHAPES
 from bench.train_step.views import ATTENTIONS, IDENTITY, beside, chart, column, length
-from recipe.compare.drawing import scheme
+from recipe.drawing import scheme
 from recipe.run import compose
 
 NANOGPT = read(RESULTS / "nanogpt-nvidia-h200.json")

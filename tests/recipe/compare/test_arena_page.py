@@ -10,12 +10,12 @@ import pytest
 
 from compare import main
 from recipe.compare.arena.page import write_arena_report
-from recipe.compare.arena.plan import read_plan
 from recipe.compare.arena.results import Arena, compare_arms
 from recipe.compare.arena.text import arena_answer, departures, go_on, lr_warnings
 from recipe.compare.page import Report
 from recipe.compare.runs import find_runs
 from recipe.errors import UserError
+from recipe.run.queue.plan import read_plan
 from tests.recipe.compare.synthetic_arena import write_arena
 from tests.recipe.compare.test_arena_results import DIVERGED
 from tests.recipe.compare.test_page import needs_browser, open_in_browser

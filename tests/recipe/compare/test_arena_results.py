@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from recipe.compare.arena.plan import read_plan
 from recipe.compare.arena.race import race
 from recipe.compare.arena.results import Arena, Comparison, compare_arms
 from recipe.compare.arena.statistics import Verdict
 from recipe.compare.arena.tables import verdict_table
 from recipe.compare.arena.text import arena_answer
 from recipe.compare.runs import find_runs
+from recipe.run.queue.plan import read_plan
 from tests.recipe.compare.synthetic_arena import losses_of, write_arena
 
 DIVERGED = {"status": "failed", "non_finite_step": 40, "val_loss": "nan"}

@@ -13,11 +13,11 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from recipe.compare.drawing import _RC, WIDTH, Chart, legend_columns, scheme, styles
 from recipe.compare.figures import charts
 from recipe.compare.parity import judge
 from recipe.compare.runs import find_runs
 from recipe.compare.sweeps import sweeps_of
+from recipe.drawing import _RC, WIDTH, Chart, legend_columns, scheme, styles
 from tests.recipe.compare.synthetic import write_run
 
 PALETTE = scheme(dark=False)

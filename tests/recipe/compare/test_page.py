@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from recipe.compare.drawing import COLOURS
 from recipe.compare.page import Report, escape_markdown, time_of, write_report
 from recipe.compare.runs import find_runs
+from recipe.drawing import COLOURS
 from recipe.wording import percent, power_of_ten, short_length, short_number, size, times
 from tests.recipe.compare.synthetic import write_run
 

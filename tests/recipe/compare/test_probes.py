@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from recipe.compare.drawing import render_svg
 from recipe.compare.probes import probe_charts
 from recipe.compare.runs import Run
+from recipe.drawing import render_svg
 
 MAP = {"chance": 0.25, "lengths": [8, 16], "distances": [1, 2, 4], "accuracy": [[1.0, 0.5, None], [0.75, 0.25, 0.0]]}
 LOSS = {"trained": 8, "positions": [0, 3, 9], "loss": [3.0, 2.0, 1.0]}

@@ -13,10 +13,10 @@ import pytest
 import torch
 import yaml
 
-from recipe.compare.queue.jobs import recorded_group
 from recipe.compare.runs import find_runs
 from recipe.run import compose
 from recipe.run.config import Config, ConfigError, as_plain
+from recipe.run.queue.jobs import recorded_group
 from recipe.run.recorded import MOST_REFERENCES, read_config
 from recipe.run.resume import recorded_overrides, resumed
 from recipe.run.run_folder import write_recorded

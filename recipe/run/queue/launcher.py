@@ -29,8 +29,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig
 
-from recipe.compare.arena.config import LR
-from recipe.compare.queue.jobs import (
+from recipe.run.arms import LR
+from recipe.run.queue.jobs import (
     CONSOLE,
     Job,
     SweepError,
@@ -42,7 +42,7 @@ from recipe.compare.queue.jobs import (
     without,
     write_manifest,
 )
-from recipe.compare.queue.progress import SweepProgress
+from recipe.run.queue.sweep_progress import SweepProgress
 from recipe.run.run_folder import locked
 
 PLUGIN = str(Path(__file__).with_name("plugin"))
@@ -61,7 +61,7 @@ class ProcessLauncherConfig:
     jobs  without gpus, the number of jobs that run at once, each on its share of the cores: small models use few
     """
 
-    _target_: str = "hydra_plugins.process_launcher.ProcessLauncher"
+    _target_: str = "hydra_plugins.sweeps.ProcessLauncher"
     gpus: Any = None
     jobs: int = 1
 
@@ -106,7 +106,7 @@ def forward_signals(running: RunningJobs) -> Iterator[None]:
 class ProcessLauncher(Launcher):
     """Runs the jobs of a sweep. See ProcessLauncherConfig for its options."""
 
-    __module__ = "hydra_plugins.process_launcher"  # Hydra takes launchers from this package only
+    __module__ = "hydra_plugins.sweeps"  # Hydra takes launchers from this package only
 
     def __init__(self, gpus: Any = None, jobs: int = 1) -> None:
         """Raises SweepError for GPUs that are not there, and for both options at once."""
@@ -217,8 +217,8 @@ def job_of(composed: DictConfig, number: int, overrides: Sequence[str], folder: 
     composed.hydra.job.num, composed.hydra.job.id = number, str(number)
     arena = composed.arena
     may_diverge = composed.attention.ablate.name != "none" or arena.arm is not None
-    depth = f", depth {composed.ladder.depth}" if composed.ladder.depth else ""
-    name = f"{arena.arm}{depth}, seed {composed.seed}" if arena.arm else ""
+    size = f", {arena.size} layers" if arena.size else ""
+    name = f"{arena.arm}{size}, seed {composed.seed}" if arena.arm else ""
     if arena.stage == LR:
         name += f", optimizer.lr={composed.optimizer.lr:g}"
     run_folder = folder / str(composed.hydra.sweep.subdir)

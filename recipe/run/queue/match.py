@@ -10,9 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 from data.tasks import TASKS
 from data.tokenizers import SIZES
 from model.counting import num_parameters
-from recipe.compare.queue.jobs import SweepError
 from recipe.run.build import build_gpt
 from recipe.run.config import Config
+from recipe.run.queue.jobs import SweepError
 
 
 def matching_width(name: str, arm: Config, baseline: Config) -> int:

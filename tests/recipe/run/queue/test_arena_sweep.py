@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from recipe.compare.arena.plan import PlanError, read_plan
-from recipe.compare.queue.arena import ArenaSweeper
-from recipe.compare.queue.jobs import SweepError
 from recipe.run.compose import composed
+from recipe.run.queue.arena import ArenaSweeper
+from recipe.run.queue.jobs import SweepError
+from recipe.run.queue.plan import PlanError, read_plan
 
 ARGUMENTS = ["experiment=arena", 'arena.arms="causal: score=causal | alibi: score=alibi"', "arena.lr_seeds=1"]
 BEST = {"causal": 0.003, "alibi": 0.006}

@@ -10,8 +10,8 @@ from types import TracebackType
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from recipe.compare.queue.jobs import Job, distinct_overrides, shorter_out_of_memory
 from recipe.run.progress import Terminal
+from recipe.run.queue.jobs import Job, distinct_overrides, shorter_out_of_memory
 from recipe.wording import duration
 
 

@@ -1,4 +1,4 @@
-"""The options of an arena, its arms, and their mistakes."""
+"""The options of an arena, its arms and sizes, and their mistakes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from omegaconf import DictConfig
 
 LR, SEEDS = "lr", "seeds"  # the stages: learning rates first, then the seeds on which the verdicts rest
 # Seeds of the learning-rate sweep count from here, so that no arm is judged on a seed that chose its learning rate.
@@ -43,7 +45,9 @@ class ArenaConfig:
     lr          factors of each arm's optimizer.lr that are tried first; empty: none is tried
     lr_seeds    seeds of the sweep over learning rates, on which no arm is judged
     match       params: the width of each arm's MLP gives it as many parameters as the baseline has; none: as composed
+    sizes       numbers of layers that each arm trains with, the width growing with them; empty: the model as composed
     arm, stage  set for each run of an arena: its arm, and lr or seeds
+    size        set for each run of an arena with sizes
     """
 
     arms: str | None = None
@@ -55,8 +59,10 @@ class ArenaConfig:
     lr: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
     lr_seeds: int = 2
     match: Match = Match.none
+    sizes: list[int] = field(default_factory=list)
     arm: str | None = None
     stage: str | None = None
+    size: int | None = None
 
 
 def read_arms(text: str, files: Sequence[str]) -> dict[str, list[str]]:
@@ -105,12 +111,34 @@ def _words(overrides: str, name: str) -> list[str]:
         raise ValueError(f"the overrides of arm {name} ({overrides}) cannot be read: {error}.") from error
 
 
-def arena_mistakes(config: ArenaConfig, arms: Sequence[str], fewest: int = 2) -> Iterator[str]:
-    """A sentence for each value of `arena.*` with which nothing could be decided.
+def size_overrides(cfg: DictConfig, size: int) -> list[str]:
+    """The overrides of a composed configuration at another size, of which the number of layers is the one dial.
 
-    fewest  arms
+    The width grows with the layers, and the heads keep their channels. A step has training.batch_size sequences for
+    each layer, and the number of steps stays. `rate_at` gives the learning rate.
     """
-    if len(arms) < fewest:
+    model = cfg.model
+    channels = model.n_embd // model.n_heads
+    heads = max(1, round(size * model.n_heads / model.n_layers))
+    return [
+        f"model.n_layers={size}",
+        f"model.n_embd={heads * channels}",
+        f"model.n_heads={heads}",
+        f"training.batch_tokens={size * cfg.training.batch_size * cfg.seq_len}",
+    ]
+
+
+def rate_at(lr: float, layers: int, size: int) -> float:
+    """The learning rate at a size, which falls with the root of the width.
+
+    layers  of the model that trains with `lr`
+    """
+    return float(f"{lr * (layers / size) ** 0.5:.6g}")
+
+
+def arena_mistakes(config: ArenaConfig, arms: Sequence[str]) -> Iterator[str]:
+    """A sentence for each value of `arena.*` with which nothing could be decided."""
+    if len(arms) < 2:
         yield f"arena.arms has {len(arms)} arm, and a comparison takes two or more; separate them with |."
     if config.baseline is not None and config.baseline not in arms:
         yield f"arena.baseline={config.baseline} is not an arm; choose one of {', '.join(arms)}."
@@ -129,6 +157,10 @@ def arena_mistakes(config: ArenaConfig, arms: Sequence[str], fewest: int = 2) ->
         yield f"arena.lr={config.lr} has a factor twice."
     if len(config.lr) > 1 and config.lr_seeds < 1:
         yield f"arena.lr_seeds={config.lr_seeds} must be at least 1; arena.lr=[] tries no learning rate."
+    if config.sizes != sorted(set(config.sizes)) or any(size < 1 for size in config.sizes):
+        yield f"arena.sizes={config.sizes} must hold different numbers of layers above 0, the smallest first."
+    if config.sizes and config.match is not Match.none:
+        yield "arena.match=params makes arms equal at one size; leave it or arena.sizes out."
     if not 0 <= config.first_seed <= MOST_SEEDS - config.seeds:
         yield f"arena.first_seed={config.first_seed} must lie between 0 and {MOST_SEEDS:,} less arena.seeds."
 

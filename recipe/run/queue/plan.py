@@ -7,17 +7,19 @@ appended; so the report can tell what departed from it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from omegaconf import DictConfig
+
 from data.atomic import write_atomically
 from data.untrusted import UntrustedError, read_json
-from recipe.compare.arena.config import FIRST_LR_SEED, LR, SEEDS, ArenaConfig
 from recipe.errors import UserError
+from recipe.run.arms import FIRST_LR_SEED, LR, SEEDS, ArenaConfig, rate_at, size_overrides
 
 FILE = "arena.json"
 FORMAT = 1  # increase it when older plans would be misread
@@ -33,6 +35,7 @@ class PlannedRun:
 
     number  of its folder in the sweep's
     stage   lr or seeds
+    size    layers; None in an arena without sizes
     """
 
     number: int
@@ -40,6 +43,7 @@ class PlannedRun:
     arm: str
     seed: int
     lr: float | None
+    size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,13 +55,17 @@ class Look:
 
 
 @dataclass(frozen=True)
-class PlannedArms:
-    """The arms of a sweep that compares them over the same seeds.
+class Plan:
+    """Everything that is fixed before the first run of an arena, and the looks and learning rates that come after.
 
     arms       the overrides of each arm, by its name
     baseline   the arm that the others are compared with
     common     the overrides of every arm
     arguments  the command line that started the sweep
+    lr         the learning rates that each arm tries, at the first size, by its name; one: it is taken without a try
+    looks      the first is planned at the start, the others when seeds were added
+    chosen     the learning rate of each arm, once it is found
+    sizes      the overrides at each number of layers, by the arm; empty: the model as composed
     """
 
     arms: dict[str, list[str]]
@@ -65,17 +73,6 @@ class PlannedArms:
     common: list[str]
     arguments: list[str]
     first_seed: int
-
-
-@dataclass(frozen=True)
-class Plan(PlannedArms):
-    """Everything that is fixed before the first run of an arena, and the looks and learning rates that come after.
-
-    lr      the learning rates that each arm tries, by its name; one: it is taken without a try
-    chosen  the learning rate of each arm, once it is known
-    looks   the first is planned at the start, the others when seeds were added
-    """
-
     margin: float
     planned_looks: int
     lr: dict[str, list[float]]
@@ -83,6 +80,7 @@ class Plan(PlannedArms):
     commit: str | None
     looks: list[Look]
     chosen: dict[str, float] = field(default_factory=dict)
+    sizes: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
     @property
     def seeds(self) -> range:
@@ -99,24 +97,30 @@ class Plan(PlannedArms):
         tried = [(arm, lr) for arm, rates in self.lr.items() if len(rates) > 1 for lr in rates]
         seeds = range(FIRST_LR_SEED, FIRST_LR_SEED + self.lr_seeds)
         runs = [(arm, lr, seed) for seed in seeds for arm, lr in tried]
-        return [PlannedRun(n, LR, arm, seed, lr) for n, (arm, lr, seed) in enumerate(runs)]
+        return [PlannedRun(n, LR, arm, seed, lr, self.layers[0]) for n, (arm, lr, seed) in enumerate(runs)]
 
     def seed_runs(self) -> list[PlannedRun]:
         """The runs on which the verdicts rest, seed by seed, so that an unfinished sweep has whole pairs."""
         first = len(self.lr_runs())
-        runs = [(arm, seed) for seed in self.seeds for arm in self.arms]
+        runs = [(arm, seed, size) for seed in self.seeds for size in self.layers for arm in self.arms]
         return [
-            PlannedRun(first + n, SEEDS, arm, seed, self.chosen.get(arm, self.lr[arm][0] if self.lr[arm] else None))
-            for n, (arm, seed) in enumerate(runs)
+            PlannedRun(first + n, SEEDS, arm, seed, self._rate(arm, size), size)
+            for n, (arm, seed, size) in enumerate(runs)
         ]
 
-    def overrides(self, run: PlannedRun) -> list[str]:
-        """The overrides of a run, the arm's after the common ones."""
-        return [*self.common, *self.arms[run.arm]]
+    @property
+    def layers(self) -> list[int | None]:
+        """The sizes; None for the model as composed."""
+        return [int(size) for size in self.sizes] or [None]
 
+    def _rate(self, arm: str, size: int | None) -> float | None:
+        """The learning rate of an arm at a size."""
+        lr, first = self.chosen.get(arm, self.lr[arm][0] if self.lr[arm] else None), self.layers[0]
+        return lr if lr is None or size is None or first is None else rate_at(lr, first, size)
 
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    def overrides(self, run: PlannedRun) -> list[list[str]]:
+        """The overrides of a run, of which later ones replace earlier ones."""
+        return [self.common, self.arms[run.arm], self.sizes[str(run.size)][run.arm] if run.size else []]
 
 
 def new_plan(
@@ -124,13 +128,18 @@ def new_plan(
     arms: dict[str, list[str]],
     common: list[str],
     arguments: list[str],
-    base_lr: dict[str, float],
+    composed: Mapping[str, DictConfig],
     commit: str | None,
 ) -> Plan:
     """The plan of an arena that starts now.
 
-    base_lr  optimizer.lr of each arm as composed, which the factors of arena.lr multiply
+    composed  the configuration of each arm: the factors of arena.lr multiply its optimizer.lr
     """
+    base_lr = {arm: float(cfg.optimizer.lr) for arm, cfg in composed.items()}
+    factors = sorted(config.lr)
+    if config.sizes:
+        base_lr = {arm: rate_at(lr, composed[arm].model.n_layers, config.sizes[0]) for arm, lr in base_lr.items()}
+        factors = factors or [1.0]  # the rate depends on the size
     return Plan(
         arms=arms,
         baseline=config.baseline or next(iter(arms)),
@@ -139,10 +148,11 @@ def new_plan(
         first_seed=config.first_seed,
         margin=config.margin,
         planned_looks=config.looks,
-        lr={arm: [float(f"{factor * base_lr[arm]:.6g}") for factor in sorted(config.lr)] for arm in arms},
+        lr={arm: [float(f"{factor * base_lr[arm]:.6g}") for factor in factors] for arm in arms},
         lr_seeds=config.lr_seeds,
         commit=commit,
-        looks=[Look(config.seeds, now())],
+        looks=[Look(config.seeds, datetime.now(UTC).isoformat(timespec="seconds"))],
+        sizes={str(size): {arm: size_overrides(cfg, size) for arm, cfg in composed.items()} for size in config.sizes},
     )
 
 
@@ -151,8 +161,13 @@ def continued(plan: Plan, wanted: Plan, folder: Path) -> Plan:
 
     Raises PlanError where anything else differs.
     """
-    same = ("arms", "baseline", "common", "first_seed", "margin", "planned_looks", "lr", "lr_seeds")
-    check_same(plan, wanted, same, folder / FILE)
+    for name in ("arms", "baseline", "common", "first_seed", "margin", "planned_looks", "lr", "lr_seeds", "sizes"):
+        then, new = plain(getattr(plan, name)), plain(getattr(wanted, name))
+        if then != new:
+            raise PlanError(
+                f"{folder / FILE} was written before the first run, and its {_override(name)} is {_shown(then)} "
+                f"instead of {_shown(new)}; repeat the sweep's overrides, or name another folder with hydra.sweep.dir."
+            )
     seeds = wanted.looks[-1].seeds
     if seeds < plan.looks[-1].seeds:
         raise PlanError(
@@ -164,62 +179,42 @@ def continued(plan: Plan, wanted: Plan, folder: Path) -> Plan:
     return replace(plan, looks=[*plan.looks, wanted.looks[-1]])
 
 
-def check_same(plan: Any, wanted: Any, names: Sequence[str], path: Path) -> None:
-    """Raise PlanError where the plan that was written to `path` differs in one of these fields."""
-    for name in names:
-        then, new = plain(getattr(plan, name)), plain(getattr(wanted, name))
-        if then != new:
-            raise PlanError(
-                f"{path} was written before the first run, and its {_override(name)} is {_shown(then)} instead of "
-                f"{_shown(new)}; repeat the sweep's overrides, or name another folder with hydra.sweep.dir."
-            )
-
-
 def write_plan(plan: Plan, folder: Path) -> None:
-    """Write arena.json."""
-    write_content(asdict(plan), FORMAT, folder / FILE)
-
-
-def write_content(content: dict[str, Any], version: int, path: Path) -> None:
-    """Write a plan's file, with its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"format": version, **plain(content)}, indent=2, ensure_ascii=False) + "\n")
+    """Write arena.json, with its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"format": FORMAT, **plain(asdict(plan))}
+    write_atomically(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_plan(folder: Path) -> Plan | None:
     """The plan in a sweep's folder; None where there is none. Raises PlanError for one that cannot be read."""
     path, types = folder / FILE, get_type_hints(Plan) | {"looks": list[dict[str, Any]]}
-    content = read_content(path, FORMAT, types)
-    if content is None:
-        return None
-    looks = content["looks"]
-    if not looks or not all(
-        isinstance(look.get("seeds"), int) and isinstance(look.get("planned"), str) for look in looks
-    ):
-        raise damaged(path, "looks")
-    if content["baseline"] not in content["arms"] or content["lr"].keys() != content["arms"].keys():
-        raise damaged(path, "arms")
-    return Plan(**content | {"looks": [Look(look["seeds"], look["planned"]) for look in looks]})
-
-
-def read_content(path: Path, version: int, types: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The fields of a plan's file, of these types; None where there is no file. Raises PlanError."""
     try:
         content = read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, UntrustedError) as error:
         raise PlanError(f"{path} cannot be read ({error}); put the file back, or start anew.") from error
-    recorded = content.pop("format", None) if isinstance(content, dict) else None
-    if recorded != version:
+    recorded = content.get("format") if isinstance(content, dict) else None
+    if recorded != FORMAT:
         raise PlanError(
-            f"{path} has format {recorded}, and this version of the project reads format {version}; use the version "
+            f"{path} has format {recorded}, and this version of the project reads format {FORMAT}; use the version "
             "that started the sweep, or start anew."
         )
+    content = {"sizes": {}, **content}  # which older plans lack
     for name, kind in types.items():
         if not _is(content.get(name), kind):
             raise damaged(path, name)
-    return {name: content[name] for name in types}
+    looks, sizes, arms = content["looks"], content["sizes"], content["arms"]
+    if not looks or not all(
+        isinstance(look.get("seeds"), int) and isinstance(look.get("planned"), str) for look in looks
+    ):
+        raise damaged(path, "looks")
+    if content["baseline"] not in arms or content["lr"].keys() != arms.keys():
+        raise damaged(path, "arms")
+    if not all(size.isdecimal() and of_arm.keys() == arms.keys() for size, of_arm in sizes.items()):
+        raise damaged(path, "sizes")
+    return Plan(**{name: content[name] for name in types} | {"looks": [Look(x["seeds"], x["planned"]) for x in looks]})
 
 
 def damaged(path: Path, name: str) -> PlanError:

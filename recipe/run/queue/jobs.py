@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from data.untrusted import UntrustedError, parse_json, read_end, read_json
 from recipe.errors import UserError
 from recipe.run.run_folder import check_not_running, read_overrides, read_summary
 
+ROOT = Path(__file__).parents[3]
 MANIFEST = "sweep.json"
 CONSOLE = "console.log"
 # Overrides that the launcher adds to a job's; the run records them too.
@@ -183,3 +185,19 @@ def newest_sweep_of(folder: Path, overrides: Sequence[Sequence[str]]) -> Path | 
     wanted = [list(job) for job in overrides]
     sweeps = sorted(folder.parent.parent.glob(f"*/*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True)
     return next((path.parent for path in sweeps if read_manifest(path.parent).get("jobs") == wanted), None)
+
+
+def share_checkout() -> None:
+    """Let the processes started from now on import this checkout, whatever their working directory."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def failed_job(error: RuntimeError) -> SweepError | None:
+    """A sentence for submitit's error about a job that failed; None for any other error."""
+    if type(error).__name__ != "UncompletedJobError":  # submitit need not be installed
+        return None
+    reason = str(error).strip().splitlines()[-1].removeprefix("error: ")
+    return SweepError(
+        f"a job of the sweep failed: {reason} The others are not affected; each one's output is in .submitit/ in the "
+        "sweep's folder."
+    )

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
-from recipe.compare.arena.config import FIRST_LR_SEED, ArenaConfig
-from recipe.compare.arena.plan import (
+from recipe.run.arms import FIRST_LR_SEED, ArenaConfig
+from recipe.run.queue.plan import (
     FILE,
     Look,
     Plan,
@@ -23,12 +24,20 @@ from recipe.compare.arena.plan import (
 )
 
 ARMS = {"causal": ["score=causal"], "alibi": ["score=alibi"], "cap": ["score.soft_cap=30"]}
+COMPOSED = OmegaConf.create(
+    {
+        "seq_len": 128,
+        "optimizer": {"lr": 0.003},
+        "model": {"n_layers": 4, "n_embd": 128, "n_heads": 4},
+        "training": {"batch_size": 2},
+    }
+)
 
 
 def plan(**options) -> Plan:
     settings: dict[str, Any] = {"seeds": 3, "lr": [2.0, 0.5, 1.0]} | options
     config = ArenaConfig(**settings)
-    return new_plan(config, ARMS, ["experiment=arena"], ["experiment=arena"], dict.fromkeys(ARMS, 0.003), "abc")
+    return new_plan(config, ARMS, ["experiment=arena"], ["experiment=arena"], dict.fromkeys(ARMS, COMPOSED), "abc")
 
 
 def test_a_plan_reads_back_as_it_was_written(tmp_path: Path) -> None:
@@ -117,3 +126,26 @@ def test_the_newest_sweep_of_the_same_plan_is_the_one_to_go_on_with(tmp_path: Pa
     for name, found in (("10-00-00", plan()), ("11-00-00", plan(margin=0.01))):
         write_plan(found, tmp_path / "2026-11-23" / name)
     assert newest_like(plan(seeds=5), fresh) == tmp_path / "2026-11-23" / "10-00-00"
+
+
+def test_at_a_size_the_width_grows_with_the_layers_and_the_rate_falls_with_its_root() -> None:
+    sized = plan(sizes=[1, 4], lr=[])
+    runs = sized.seed_runs()
+    assert [(run.size, run.arm) for run in runs[:6]] == [(size, arm) for size in (1, 4) for arm in ARMS]
+    assert sized.overrides(runs[0])[-1] == [
+        "model.n_layers=1",
+        "model.n_embd=32",
+        "model.n_heads=1",
+        "training.batch_tokens=256",
+    ]
+    assert {run.size: run.lr for run in runs} == {1: 0.006, 4: 0.003}
+
+
+def test_a_plan_of_an_older_version_has_no_sizes(tmp_path: Path) -> None:
+    write_plan(plan(), tmp_path)
+    content = json.loads((tmp_path / FILE).read_text())
+    del content["sizes"]
+    (tmp_path / FILE).write_text(json.dumps(content))
+    read = read_plan(tmp_path)
+    assert read is not None
+    assert read.sizes == {}

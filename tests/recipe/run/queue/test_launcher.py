@@ -21,8 +21,8 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 
 from attention import Ablation
-from recipe.compare.queue.jobs import Job, SweepError, distinct_overrides, recorded_overrides
-from recipe.compare.queue.launcher import ProcessLauncher, chosen_devices
+from recipe.run.queue.jobs import Job, SweepError, distinct_overrides, recorded_overrides
+from recipe.run.queue.launcher import ProcessLauncher, chosen_devices
 from recipe.run.run_folder import StillRunning
 
 JOB = """
@@ -96,8 +96,7 @@ def sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
                 "tracking": {"group": None},
                 "training": {"steps": 10},
                 "attention": {"ablate": Ablation.none},
-                "arena": {"arm": None, "stage": None},
-                "ladder": {"depth": None},
+                "arena": {"arm": None, "stage": None, "size": None},
                 "optimizer": {"lr": 0.003},
                 "seed": 1,
             }

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from recipe.compare.arena.config import ArenaConfig, arena_mistakes, read_arms
+from recipe.run.arms import ArenaConfig, arena_mistakes, read_arms
 from recipe.run.config import ConfigError
 from recipe.run.launch import prepare
 

@@ -20,11 +20,11 @@ from hydra.core.utils import JobReturn
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.compare.arena.config import ArenaConfig, Match, read_arms
-from recipe.compare.arena.plan import Plan, PlannedRun, continued, new_plan, newest_like, read_plan, write_plan
-from recipe.compare.queue.jobs import Job, SweepError, without
-from recipe.compare.queue.launcher import quoted
 from recipe.files import number
+from recipe.run.arms import ArenaConfig, Match, read_arms
+from recipe.run.queue.jobs import Job, SweepError, without
+from recipe.run.queue.launcher import quoted
+from recipe.run.queue.plan import Plan, PlannedRun, continued, new_plan, newest_like, read_plan, write_plan
 from recipe.run.summary import git_state
 
 ROOT = Path(__file__).parents[3]
@@ -45,7 +45,7 @@ def arms_of(config: ArenaConfig) -> dict[str, list[str]]:
 
 def common_overrides(arguments: Sequence[str]) -> list[str]:
     """The overrides of every run: the command line's, without the ones that the plan sets."""
-    return [line for line in without(arguments, PLANNED) if not line.lstrip("+").startswith(("arena.", "ladder."))]
+    return [line for line in without(arguments, PLANNED) if not line.lstrip("+").startswith("arena.")]
 
 
 def merged(*lists: Sequence[str]) -> list[str]:
@@ -58,13 +58,14 @@ def job_overrides(plan: Plan, run: PlannedRun) -> list[str]:
     """The overrides of a planned run."""
     planned = [f"seed={run.seed}", f"arena.arm={quoted(run.arm)}", f"arena.stage={run.stage}"]
     planned += [] if run.lr is None else [f"optimizer.lr={run.lr!r}"]
-    return merged(plan.common, plan.arms[run.arm], planned)
+    planned += [] if run.size is None else [f"arena.size={run.size}"]
+    return merged(*plan.overrides(run), planned)
 
 
 class ArenaSweeper(Sweeper):
     """Runs an arena; its options are those of ArenaConfig."""
 
-    __module__ = "hydra_plugins.arena_sweeper"  # Hydra takes sweepers from this package only
+    __module__ = "hydra_plugins.sweeps"  # Hydra takes sweepers from this package only
 
     def __init__(self, params: None = None) -> None:
         """
@@ -99,15 +100,13 @@ class ArenaSweeper(Sweeper):
         """The plan that the command line asks for."""
         arena: ArenaConfig = OmegaConf.to_object(self.settings.arena)  # type: ignore[assignment]
         arms, common = arms_of(arena), common_overrides(arguments)
-
         composed = {
             name: self.loader.load_sweep_config(self.settings, merged(common, overrides))
             for name, overrides in arms.items()
         }
-        base_lr = {name: float(cfg.optimizer.lr) for name, cfg in composed.items()}
         if arena.match is Match.params:
             arms = matched(arms, composed, arena.baseline or next(iter(arms)))
-        return new_plan(arena, arms, common, self.command_line, base_lr, git_state(ROOT)["commit"])
+        return new_plan(arena, arms, common, self.command_line, composed, git_state(ROOT)["commit"])
 
     def launch(self, plan: Plan, runs: Sequence[PlannedRun], ahead: int) -> Sequence[JobReturn]:
         """Run the jobs of a stage. Exits where one failed or a signal came.
@@ -122,7 +121,7 @@ class ArenaSweeper(Sweeper):
 
 def matched(arms: dict[str, list[str]], composed: Mapping[str, DictConfig], baseline: str) -> dict[str, list[str]]:
     """The arms with the widths of their MLPs that give them the baseline's parameters. Raises SweepError."""
-    from recipe.compare.queue.match import (  # builds models, which other sweeps need not import
+    from recipe.run.queue.match import (  # builds models, which other sweeps need not import
         config_of,
         matching_width,
     )
