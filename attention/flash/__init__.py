@@ -5,13 +5,12 @@
     forward.py   the plain forward, one kernel: out and lse                     forward(...)
     backward.py  the plain backward, two kernels: dq and delta, then dk and dv  backward(...)
     hopper/      the kernels for Hopper
-    decode.py    attention to a cache; its kernels are in decode_kernel.py: splits of the keys, and their join
+    decode.py    attention to a cache: splits of the keys, and their join
     score.py     the tiles of keys and queries that see each other, and changes to scores
     horizon.py   the distance beyond which ALiBi leaves a key no weight
     formula.py   scores by formula: their functions in Triton; formula_gradients.py has the gradients of learned tensors
-    recognise.py formulas that equal options for which kernels have code
     tiles.py     tiles of (B, H, T, D) tensors, in and out of the chip
-    configs.py   block sizes for each head size, dtype, dropout and architecture
+    call.py      a call, its block sizes by head size, dtype, dropout and architecture, and formulas that are options
 
 Dropout's mask is drawn by attention/dropout/kernel.py. docs/notes/kernels.md records experiments;
 bench/attention/tune.py finds block sizes.

@@ -12,6 +12,8 @@ Where tensors of the scores learn from 16 bits, see `Spec.learns`, `dq_kernel` a
 without the roundings of o and ~p, for all that comes after dq.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +25,8 @@ from ..dropout.kernel import drop, dropped_tile, load_key
 from ..scores.alibi import alibi_bias, alibi_row_bias
 from ..scores.sinks import sinks_gradient_of_kernels
 from ..scores.soft_cap import soft_cap_tanh, times_derivative
-from .call import KernelCall
-from .configs import Blocks, choose
-from .formula import Place, kernel_inputs, sums_of, written
+from .call import Blocks, KernelCall, Mode, choose
+from .formula import Place, added_by, kernel_inputs, sums_of, written
 from .score import (
     LOG2_E,
     change_scores,
@@ -37,7 +38,6 @@ from .score import (
     seen_keys,
     sees_key,
 )
-from .score_gradients import Targets, fill_unseen, is_far
 from .tiles import (
     ROW_ALIGNMENT,
     addressable,
@@ -57,7 +57,7 @@ from .tiles import (
 )
 
 
-class Queries(NamedTuple):
+class QueriesOfHead(NamedTuple):
     """The tensors that the backward reads row by row, for one query head, and the address for its ds, or 0."""
 
     q: Any
@@ -70,7 +70,7 @@ class Queries(NamedTuple):
     p_ds: Any
 
 
-class Keys(NamedTuple):
+class KeysOfHead(NamedTuple):
     """One head of the keys and values."""
 
     k: Any
@@ -79,7 +79,7 @@ class Keys(NamedTuple):
     i_kv: Any
 
 
-class Rows(NamedTuple):
+class DqRows(NamedTuple):
     """One number for each query row, for the pass that stores delta."""
 
     lse2: Any
@@ -90,7 +90,7 @@ class Scores(NamedTuple):
     """The values that turn q k^T into weights, for one head; zero for features that MODE does not have.
 
     scale_log2, slope2  scale and slope times log2(e)
-    formula    a Terms
+    formula    a FormulaInputs
     pos        positions
     interval   of the keys that each query of the tile sees, or of the queries that see each key
     key        dropout's counters
@@ -104,7 +104,7 @@ class Scores(NamedTuple):
     formula: Any
 
 
-class Terms(NamedTuple):
+class FormulaInputs(NamedTuple):
     """The inputs of a formula, for one head; `vectors` belong to the rows that a program keeps."""
 
     given: Any
@@ -127,13 +127,13 @@ def load_scores(scalars, pos, interval, inputs, i_b, i_h, o_rows, OF_KEYS: tl.co
             vectors = MODE.formula.column(inputs.formula, i_b, i_h, 0, o_rows[:, None], None)
         else:
             vectors = MODE.formula.row(inputs.formula, i_b, i_h, o_rows[:, None], pos.T)
-        formula = Terms(inputs.formula, scalars.scale, i_b, i_h, head, vectors)  # type: ignore[assignment]
+        formula = FormulaInputs(inputs.formula, scalars.scale, i_b, i_h, head, vectors)  # type: ignore[assignment]
     return Scores(scalars.scale_log2, slope2, pos, interval, key, formula)
 
 
 @triton.jit
 def dq_step(b_totals, b_rows, keys, i_m, i_n, scores, MASKED, CONFIG: tl.constexpr):
-    """Queries at i_m, of which b_rows has q, do, lse2 and delta, collect from keys and values at i_n.
+    """QueriesOfHead at i_m, of which b_rows has q, do, lse2 and delta, collect from keys and values at i_n.
 
     b_totals: dq, and p M dp summed along the rows (BM,) where CONFIG has it; without the scale of kept weights
     """
@@ -222,7 +222,7 @@ def dq_kernel(q, k, v, out, do, dq, rows, inputs, scalars, CONFIG: tl.constexpr)
     if MODE.alibi:
         b_lse2 += alibi_row_bias(scores.slope2, o_m, i_m + pos.offset, pos, MODE)
     b_rows = (load_tile(q, i_b, i_h, i_m, BM, BD), b_do, b_lse2, b_delta)
-    keys = Keys(k, v, i_b, i_kv)
+    keys = KeysOfHead(k, v, i_b, i_kv)
     b_totals = tl.zeros([BM, BD], tl.float32), tl.zeros([BM], tl.float32)
     n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, pos, BLOCKS, MODE)
     if MODE.bounded:
@@ -244,10 +244,10 @@ def dq_kernel(q, k, v, out, do, dq, rows, inputs, scalars, CONFIG: tl.constexpr)
 def dkdv_step(
     b_totals, b_kv, queries, i_m, i_n, scores, MASKED, TARGETS: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr
 ):  # fmt: skip
-    """Keys and values at i_n collect their gradients from queries at i_m.
+    """KeysOfHead and values at i_n collect their gradients from queries at i_m.
 
     b_totals: dk, dv, and the sums (BN,) where TARGETS has some; without the scale of kept weights
-    TARGETS: a Wanted
+    TARGETS: a WrittenTargets
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
@@ -320,7 +320,7 @@ def dkdv_step(
     return b_dk, b_dv, b_sum
 
 
-class Wanted(NamedTuple):
+class WrittenTargets(NamedTuple):
     """What `dkdv_kernel` writes of Targets.
 
     sums    what is summed, as `sums_of` says
@@ -333,12 +333,12 @@ class Wanted(NamedTuple):
     ds: bool
 
 
-class Config(NamedTuple):
+class DkdvConfig(NamedTuple):
     """`dkdv_kernel`'s constants."""
 
     blocks: Any
     mode: Any
-    targets: Wanted
+    targets: WrittenTargets
 
 
 @triton.jit
@@ -373,7 +373,7 @@ def dkdv_kernel(q, k, v, do, dk, dv, lse2, delta, targets, inputs, scalars, CONF
         p_ds = 0
         if TARGETS.ds:
             p_ds = targets.ds + tl.cast(i_b * H + i_h, tl.int64) * T * S
-        queries = Queries(q, do, lse2, delta, i_b, i_h, i_b * H + i_h, p_ds)
+        queries = QueriesOfHead(q, do, lse2, delta, i_b, i_h, i_b * H + i_h, p_ds)
         b_totals = b_dk, b_dv, tl.zeros([BN], tl.float32)
         # One loop with a branch for tiles that need a mask, or one loop for those and one for the others. With dropout
         # a second copy of the loop costs registers that the mask needs.
@@ -439,7 +439,7 @@ def launch_dq(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
         tiles(x.out, blocks.q, mode.columns),
         tiles(x.do, blocks.q, mode.columns),
         tiles(x.dq, blocks.q, mode.columns),
-        Rows(x.lse2, x.delta),
+        DqRows(x.lse2, x.delta),
         kernel_inputs(call, T, x.k.shape[2]),
         launch_scalars(call, head_group_size(B * H, head_bytes(x.k), H // x.k.shape[1])),
         CONFIG=DqConfig(blocks, mode, call.spec.learns and x.q.element_size() == 2),
@@ -466,7 +466,7 @@ def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
         Targets(x.sums, x.ds),
         kernel_inputs(call, T, x.k.shape[2]),
         launch_scalars(call, head_group_size(B * H_kv, H // H_kv * head_bytes(x.q))),
-        CONFIG=Config(blocks, mode, Wanted(sums_of(call.spec), number, x.ds is not None)),
+        CONFIG=DkdvConfig(blocks, mode, WrittenTargets(sums_of(call.spec), number, x.ds is not None)),
         **compile_options(blocks),
     )
 
@@ -496,3 +496,76 @@ def backward(
     launch_dq(x, call, configs.dq)
     launch_dkdv(x, call, configs.dkdv)
     return None if sinks is None else sinks_gradient_of_kernels(sinks, lse2, x.delta, q.shape[2], call.spec.threshold)
+
+
+MOST = 2**30  # the most elements of ds that are written where fewer values are learned
+
+
+class Targets(NamedTuple):
+    """The parts of ds that a backward writes if they are needed.
+
+    sums  (B, H, S): along the columns, as `sums_of` in formula.py says
+    ds    (B, H, T, S)
+    """
+
+    sums: Any
+    ds: Any
+
+
+@triton.jit
+def is_far(x, distance):
+    """Whether pairs of a distance share the number of the furthest; x is a vector of distances as `kernel_inputs` has
+    it."""
+    return distance - (x[4] >> 2) >= (x[3] >> 2) - 1
+
+
+def slopes_gradient(sums: Tensor) -> Tensor:
+    """The gradient of ALiBi's slopes (H,), of the sums of ds (i - j)."""
+    return -sums.sum((0, 2), dtype=torch.float64).float()
+
+
+def writes_ds(call: KernelCall, q: Tensor, k: Tensor) -> bool:
+    """Whether the backward writes ds: if a learned tensor's gradient is ds, or is not much smaller."""
+    score, number = call.spec.score, None
+    if added_by(score) == "pair":
+        number = written(score).added
+    if number not in call.spec.learned:
+        return False
+    count = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    return count <= max(MOST, call.inputs.formula[number].numel())
+
+
+@triton.jit
+def unseen_kernel(ds, T, S, H, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.constexpr):
+    """Zeros in ds (B, H, T, S) for the query tiles that a tile of keys' program does not visit. Grid: tiles, B x H."""
+    BM: tl.constexpr = BLOCKS.q
+    BN: tl.constexpr = BLOCKS.k
+    i_n, i_bh = tl.program_id(0) * BN, tl.program_id(1)
+    pos = locate(T, S, inputs, scalars, i_bh // H, i_bh, 1)
+    start, _, _, end = seeing_queries(i_n, pos, BLOCKS, MODE)
+    start = tl.minimum(start, tl.cdiv(T, BM) * BM)
+    end = tl.maximum(tl.cdiv(tl.maximum(end, 0), BM) * BM, start)
+    o_m, o_n = tl.arange(0, BM)[:, None], (i_n + tl.arange(0, BN))[None, :]
+    zeros = tl.zeros([BM, BN], tl.float32)
+    p_ds = ds + tl.cast(i_bh, tl.int64) * T * S
+    for i_m in range(0, start, BM):
+        tl.store(p_ds + (i_m + o_m).to(tl.int64) * S + o_n, zeros, mask=(i_m + o_m < T) & (o_n < S))
+    for i_m in range(end, T, BM):
+        tl.store(p_ds + (i_m + o_m).to(tl.int64) * S + o_n, zeros, mask=(i_m + o_m < T) & (o_n < S))
+
+
+def fill_unseen(ds: Tensor, call: KernelCall, rows: int, keys: int, mode: Mode) -> None:
+    """Write the zeros of ds, of which the backward writes tiles of so many queries and keys."""
+    B, H, T, S = ds.shape
+    blocks = Blocks(rows, keys, 8, 1)
+    inputs = kernel_inputs(call, T, S)._replace(formula=None)
+    unseen_kernel[(triton.cdiv(S, keys), B * H)](
+        ds, T, S, H, inputs, launch_scalars(call, 1), BLOCKS=blocks, MODE=mode, num_warps=8, enable_fp_fusion=True
+    )
+
+
+def room_for_ds(call: KernelCall, q: Tensor, k: Tensor) -> Tensor | None:
+    """Room for ds where the backward writes it."""
+    if not writes_ds(call, q, k):
+        return None
+    return torch.empty(*q.shape[:3], k.shape[2], dtype=torch.float32, device=q.device)

@@ -1,14 +1,31 @@
-"""A call as the kernels' launch functions receive it, and the properties that decide its kernels and blocks."""
+"""A call as the kernels' launch functions receive it: its properties, its blocks, and its scores.
+
+Blocks come from tables, so that nobody waits for an autotuner. The Hopper table was measured on an H200, except for
+head sizes above 128. The others were chosen to fit the shared memory of the smallest GPU they serve, with the fewest
+spilled registers the compiler reports; they were not timed. Dropout needs query tiles that are multiples of 16 and key
+tiles that are multiples of 64.
+
+Scores are computed by the options that the kernels have code for, or by a formula.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import gpu
+from ..formula.distances import joined
+from ..formula.graph import leaf
+from ..formula.parse import parse
+from ..gpu import constant_when_compiled
+from ..score import Score
+from ..scores import OPTIONS
 from ..spec import Inputs, Spec
 
 DOCUMENT_LENGTH = 2048  # keys of a document that blocks are chosen for: the host does not know its lengths
@@ -109,3 +126,163 @@ class Mode(NamedTuple):
     exact: bool
     precision: str
     columns: int
+
+
+class Blocks(NamedTuple):
+    """Rows of a query tile, rows of a key tile, warps of a program, tiles in flight, registers a thread at most."""
+
+    q: int
+    k: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+class KernelConfigs(NamedTuple):
+    """The blocks of the three kernels."""
+
+    forward: Blocks
+    dq: Blocks
+    dkdv: Blocks
+
+
+class ConfigKey(NamedTuple):
+    """The key of a table's entry: the largest head size and sequence length it is for, and whether with dropout."""
+
+    head_dim: int
+    dropout: bool
+    length: float = math.inf
+
+
+Table = dict[ConfigKey, KernelConfigs]
+
+# Compute capability 9.0 and 10.x.
+HOPPER: Table = {
+    ConfigKey(64, False, 2048): KernelConfigs(Blocks(64, 64, 4, 2, 96), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    ConfigKey(64, False, 8192): KernelConfigs(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    ConfigKey(64, False): KernelConfigs(Blocks(64, 128, 4, 2), Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2)),
+    ConfigKey(64, True, 2048): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2, 168)),
+    ConfigKey(64, True, 8192): KernelConfigs(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(128, 64, 4, 2)),
+    ConfigKey(64, True): KernelConfigs(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 2)),
+    ConfigKey(128, False, 512): KernelConfigs(Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
+    ConfigKey(128, False, 2048): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
+    ConfigKey(128, False, 8192): KernelConfigs(Blocks(128, 64, 4, 2), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    ConfigKey(128, False): KernelConfigs(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    ConfigKey(128, True, 2048): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    ConfigKey(128, True): KernelConfigs(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    ConfigKey(256, False): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1)),
+    ConfigKey(256, True): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(32, 64, 8, 2)),
+}
+# The same GPUs where scores are changed or bounded, timed at 16k tokens; HOPPER's entry is used where a table has none.
+HOPPER_SCORES: dict[str, Table] = {
+    "bounded": {
+        ConfigKey(64, False): KernelConfigs(Blocks(64, 64, 4, 2, 96), Blocks(64, 32, 4, 3), Blocks(64, 64, 4, 3, 168)),
+        ConfigKey(128, False): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(128, 32, 8, 3), Blocks(64, 64, 4, 2)),
+    },
+    "alibi": {
+        ConfigKey(64, False): KernelConfigs(
+            Blocks(64, 128, 4, 2, 168), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3, 168)
+        ),
+        ConfigKey(64, True): KernelConfigs(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(128, 64, 4, 2)),
+    },
+    "soft_cap": {
+        ConfigKey(64, False): KernelConfigs(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3)),
+        ConfigKey(64, True): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2)),
+        ConfigKey(128, False): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    },
+}
+# Ampere, Ada and whatever else has 99 KiB of shared memory for a program.
+OLDER: Table = {
+    ConfigKey(64, False): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
+    ConfigKey(64, True): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
+    ConfigKey(128, False): KernelConfigs(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
+    ConfigKey(128, True): KernelConfigs(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
+    ConfigKey(256, False): KernelConfigs(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
+    ConfigKey(256, True): KernelConfigs(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
+}
+# fp32 without tensor cores: every multiplication is an instruction, so small tiles keep compilation to seconds.
+FP32: Table = {
+    ConfigKey(64, True): KernelConfigs(Blocks(32, 64, 4, 1), Blocks(16, 64, 4, 1), Blocks(16, 64, 4, 1)),
+    ConfigKey(128, True): KernelConfigs(Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
+    ConfigKey(256, True): KernelConfigs(Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
+}
+TABLES = {"hopper": HOPPER, "older": OLDER, "fp32": FP32, **HOPPER_SCORES}
+
+
+def kind_of_scores(spec: Spec) -> str:
+    """The table of HOPPER_SCORES that a call's scores ask for, or "plain"."""
+    if spec.score.soft_cap is not None or spec.score.formula is not None:  # formulas were not timed
+        return "soft_cap"
+    if spec.bounded:
+        return "bounded"
+    return "alibi" if spec.score.alibi else "plain"
+
+
+@lru_cache(maxsize=1024)
+def choose(problem: Problem) -> KernelConfigs:
+    """The blocks of the plain kernels for a call."""
+    dropout, length = problem.dropout, problem.visible
+    if problem.dtype == torch.float32:
+        tables, dropout = [FP32], True  # the same with and without
+    elif problem.capability[0] in (9, 10):
+        tables = [HOPPER_SCORES.get(kind_of_scores(problem.spec), {}), HOPPER]
+    else:
+        tables = [OLDER]
+    fitting = [
+        [key for key in table if problem.head_dim <= key.head_dim and length <= key.length and key.dropout == dropout]
+        for table in tables
+    ]
+    table, keys = next((table, keys) for table, keys in zip(tables, fitting, strict=True) if keys)
+    return table[min(keys)]
+
+
+class Options(NamedTuple):
+    """A formula as options of a Score, and the formula's names of their tensors: pairs, as torch.compile takes them."""
+
+    values: tuple[tuple[str, Any], ...]
+    tensors: tuple[tuple[str, str], ...]
+
+
+@constant_when_compiled
+def recognised(text: str) -> Options | None:
+    """The options whose formula this is; None where there are none."""
+    values: dict[str, Any] = {}
+    tensors: dict[str, str] = {}
+    x = joined(parse(text))
+    for option in reversed(OPTIONS):
+        if (known := option.recognised(x)) is not None:
+            x, values[option.name] = known.before, known.value
+            tensors |= known.tensors
+    return Options((*values.items(),), (*tensors.items(),)) if values and x is leaf("s") else None
+
+
+def has_code(score: Score) -> bool:
+    """Whether the kernels have code for all options of a score."""
+    return score.formula is None and all(option.in_kernels for option, _ in score.options)
+
+
+def with_options(score: Score) -> Score:
+    """The same score for the kernels: with options in place of a formula that they recognise, and the other way round.
+
+    A factor of s alone is multiplied into the queries and leaves the kernels nothing to do.
+    """
+    return score if has_code(score) else as_options(*score.values) or score
+
+
+@constant_when_compiled
+def as_options(*values: Any) -> Score | None:
+    """`with_options` for a score's values; None where that is a formula which stays as it is.
+
+    The compiler of torch 2.11 can pass no Score to a constant function, nor call a method of one that such a function
+    returns.
+    """
+    score = Score(*values)
+    found, steps = recognised(str(score.expression)), score.steps()
+    off = {option.name: option.default for option in OPTIONS if option.is_formula}
+    if steps is not None and steps.is_identity:
+        return replace(score, formula=None, **off)
+    known = {} if found is None else dict(found.values)
+    looks_back = any(option.looks_back and option.name in known for option in OPTIONS)
+    if known and (score.causal or not looks_back):
+        return replace(score, formula=None, **(off | known))
+    return None if score.formula is not None else replace(score, formula=score.expression, **off)

@@ -28,8 +28,7 @@ from ..formula.evaluate import Given, full_index, run, sum_of_entries
 from ..formula.hoist import Steps
 from ..layout import Layout
 from .backward import Gradients
-from .call import KernelCall
-from .configs import Blocks
+from .call import Blocks, KernelCall
 from .formula import Place, added_by, kernel_inputs, written
 from .score import LOG2_E, key_interval, locate, seeing_queries, seen_keys, sees_key
 from .tiles import ROW_ALIGNMENT, compile_options, dot, kernel_mode, launch_scalars, load_tile, tiles
@@ -50,7 +49,7 @@ class Operands(NamedTuple):
     delta: Any
 
 
-class Config(NamedTuple):
+class PassConfig(NamedTuple):
     """The constants of a pass: `numbers` are the indices of the inputs whose gradients it sums."""
 
     blocks: Any
@@ -260,7 +259,7 @@ class Pass:
 
     def run(self, kernel: Any, grid: tuple[int, ...], target: Tensor, numbers: Sequence[int], *rest: int) -> Tensor:
         """Launch a kernel that fills `target`."""
-        config = Config(self.blocks, self.mode, tuple(numbers))
+        config = PassConfig(self.blocks, self.mode, tuple(numbers))
         # One by one: Triton 3.6 launches no tuple of descriptors.
         kernel[grid](
             *self.operands, target, self.inputs, self.scalars, *rest, CONFIG=config, **compile_options(self.blocks)

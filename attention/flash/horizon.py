@@ -29,12 +29,12 @@ from torch import Tensor
 
 from .. import gpu
 from ..spec import Spec
-from .factors import factor_input, load_factors
+from .forward import factor_input, load_factors
 from .score import GRAIN, LOG2_E
 from .tiles import load_tile, tiles, unspecialised
 
 # Weights of 2^-150 and less round to zero. 8 more bits are for maxima that lag behind, see GROWTH in
-# hopper/forward_step.py, and 2 for biases that are rounded.
+# hopper/forward.py, and 2 for biases that are rounded.
 BITS = tl.constexpr(160.0)
 SLACK = tl.constexpr(1.02)  # for scores that are rounded: TF32 and tanh.approx are off by at most 2^-9 of the bound
 UNLIMITED = tl.constexpr(2**30)  # for a head without a horizon

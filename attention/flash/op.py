@@ -26,21 +26,19 @@ from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Ca
 from ..score import Score
 from ..scores import OPTIONS
 from ..spec import Inputs, Spec
-from .call import KernelCall, Problem
-from .recognise import as_options, has_code, recognised, with_options
+from .call import KernelCall, Problem, as_options, has_code, recognised, with_options
 
 if HAS_TRITON:
     import triton
 
-    from .backward import Gradients
+    from .backward import Gradients, room_for_ds, slopes_gradient
     from .decode import flash_decode, run_decode
-    from .factors import scale_gradient, scaled_queries
     from .formula import numbers_of_keys, readable, sums_of, with_row_terms, written
     from .formula_gradients import learned_gradients
+    from .forward import scale_gradient, scaled_queries
     from .horizon import find_horizons, find_key_horizons
     from .paths import PATHS, choose_path, describe_path, no_fp8_gradients
     from .score import GRAIN
-    from .score_gradients import room_for_ds, slopes_gradient
     from .tiles import addressable, rows_like
 
 MAX_HEAD_DIM = 256

@@ -17,8 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .. import gpu
 from ..gpu import ALIGNMENT, INTERPRET
 from ..spec import Spec
-from .call import KernelCall, Mode
-from .configs import Blocks
+from .call import Blocks, KernelCall, Mode
 from .formula import is_biased, written
 from .score import LOG2_E
 

@@ -23,8 +23,7 @@ import torch
 from matplotlib.figure import Figure
 
 from attention import AttentionConfig, KernelPath, Score
-from attention.flash.call import KernelCall
-from attention.flash.configs import Blocks
+from attention.flash.call import Blocks, KernelCall
 from attention.flash.forward import forward
 from attention.spec import Inputs, Spec
 from bench.attention.peers import Problem, candidates, from_registry

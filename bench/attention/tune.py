@@ -32,8 +32,7 @@ from torch import Tensor
 from attention import AttentionConfig, DropoutKey, build_attention
 from attention.dropout import drop_threshold
 from attention.flash.backward import Tensors, launch_dkdv, launch_dq
-from attention.flash.call import KernelCall
-from attention.flash.configs import Blocks
+from attention.flash.call import Blocks, KernelCall
 from attention.flash.forward import forward
 from attention.flash.tiles import rows_like
 from attention.score import visible_pairs

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from attention import Score, UnsupportedAttention
-from attention.flash import configs
+from attention.flash import call as tables
 from attention.flash.backward import Tensors, launch_dkdv, launch_dq
-from attention.flash.call import KernelCall, Problem
-from attention.flash.configs import ConfigKey
+from attention.flash.call import ConfigKey, KernelCall, Problem
 from attention.flash.forward import forward
 from attention.flash.horizon import find_horizons
 from attention.flash.op import check_backward
@@ -22,7 +21,7 @@ from attention.flash.tiles import rows_like
 from attention.spec import Inputs, Spec
 from bench.kernels.compiler import Launch
 
-TABLES = {80: configs.OLDER, 90: configs.HOPPER}  # architecture -> its blocks
+TABLES = {80: tables.OLDER, 90: tables.HOPPER}  # architecture -> its blocks
 B, H, H_KV, T = 2, 4, 2, 100
 CAUSAL = Spec(Score(), scale=0.125)
 EVERYTHING = Score(window=1024, soft_cap=50.0, alibi=True, sinks=True)
@@ -107,7 +106,7 @@ def launch(
     sizes = ((H, queries), (H_KV, keys), (H_KV, keys), (H, queries), (H, queries))
     q, k, v, do, out = (tensor(*size) for size in sizes)
     length = int(min(key.length, 2**20))
-    blocks = configs.choose(Problem(call.spec, key.head_dim, dtype, length, length, divmod(architecture, 10)))
+    blocks = tables.choose(Problem(call.spec, key.head_dim, dtype, length, length, divmod(architecture, 10)))
     _, lse2 = forward(q, k, v, out, call, blocks.forward)
     if call.spec.precision == "fp8":
         return

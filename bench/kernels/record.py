@@ -29,7 +29,6 @@ GROUPS = {
         "attention/decode",
         "attention/scores",
         "attention/flash/decode.py",
-        "attention/flash/decode_kernel.py",
     ),
     "model": (
         "model/softmax_kernel.py",

@@ -17,10 +17,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from attention import AttentionConfig, AttentionShape, Score, UnsupportedAttention, build_attention, gpu
 from attention.dropout import drop_threshold
-from attention.flash import configs, tiles
+from attention.flash import call as calls
+from attention.flash import tiles
 from attention.flash.backward import Tensors, launch_dkdv, launch_dq
-from attention.flash.call import KernelCall, Problem
-from attention.flash.configs import Blocks
+from attention.flash.call import Blocks, KernelCall, Problem
 from attention.flash.forward import forward
 from attention.flash.op import flash_forward
 from attention.spec import Inputs, Spec
@@ -61,8 +61,8 @@ def test_every_rate_is_realised_exactly(p):
 def distinct_blocks() -> list[tuple[str, Blocks, torch.dtype]]:
     """(kernel, blocks, dtype) of every table entry with dropout."""
     found = {
-        (kernel, blocks, torch.float32 if table is configs.FP32 else torch.bfloat16)
-        for table in configs.TABLES.values()
+        (kernel, blocks, torch.float32 if table is calls.FP32 else torch.bfloat16)
+        for table in calls.TABLES.values()
         for key, kernels in table.items()
         if key.dropout
         for kernel, blocks in kernels._asdict().items()
@@ -318,6 +318,6 @@ def test_every_problem_finds_its_blocks(score):
                 for threshold in (0, 26):
                     spec = Spec(score, scale=1.0, threshold=threshold)
                     for length in (1, 3000, 10**6):
-                        kernels = configs.choose(Problem(spec, head_dim, dtype, length, length, capability))
+                        kernels = calls.choose(Problem(spec, head_dim, dtype, length, length, capability))
                         if threshold:
                             assert all(b.q % 16 == 0 and b.k % 64 == 0 for b in kernels)

@@ -10,9 +10,9 @@ import triton
 
 from attention import AttentionConfig, AttentionShape, KernelPath, Score, UnsupportedAttention, build_attention
 from attention.flash.call import Problem
+from attention.flash.hopper.added import parts_kernel
+from attention.flash.hopper.backward_pipeline import Counters, DeltaConstants, DeltaRows, delta_kernel
 from attention.flash.hopper.configs import backward_blocks
-from attention.flash.hopper.delta import Counters, DeltaConstants, Rows, delta_kernel
-from attention.flash.hopper.key_numbers import parts_kernel
 from attention.flash.paths import choose_path, describe_path
 from attention.flash.tiles import rows_like, tiles
 from attention.spec import Spec
@@ -135,9 +135,9 @@ def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(rows, part, in
     lse2.normal_()
     slopes = torch.tensor([0.5, 2.0, 3.0])
     n_m, scale_log2 = math.ceil(T / rows), 0.18
-    stored = Rows(torch.empty(B, H, n_m * rows), rows_like(out), None)
+    stored = DeltaRows(torch.empty(B, H, n_m * rows), rows_like(out), None)
     if in_products:
-        stored = Rows(None, None, torch.empty(B * H * n_m * rows, 16 if keys_biased else 8, dtype=torch.bfloat16))
+        stored = DeltaRows(None, None, torch.empty(B * H * n_m * rows, 16 if keys_biased else 8, dtype=torch.bfloat16))
     counters = Counters(*(torch.ones(n, dtype=torch.int32) for n in (B * H * n_m, 1, 1)))
     blocks = backward_blocks(PROBLEM._replace(head_dim=D))._replace(q=rows, part=part)
     delta_kernel[(B * H * n_m,)](

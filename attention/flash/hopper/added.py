@@ -1,33 +1,40 @@
-"""Formulas that only add a value to s: one for each distance i - j, or one for each pair of query and key.
+"""Formulas that only add a value to s: one for each distance i - j, for each pair of query and key, or for each key.
 
-From some distance on, all values may be the same. A tile of such pairs is computed like causal attention: its value
-joins the row's offset, with which the scores enter the exponential. Only nearer tiles gather values. The length of the
-vector of distances determines these tiles, whatever the formula's text is.
+Distances: from some distance on, all values may be the same. A tile of such pairs is computed like causal attention:
+its value joins the row's offset, with which the scores enter the exponential. Only nearer tiles gather values. The
+length of the vector of distances determines these tiles, whatever the formula's text is.
 
-The accumulators of the products q k^T begin with the values of pairs. They are loaded a step before, and a producer
+Pairs: the accumulators of the products q k^T begin with their values. They are loaded a step before, and a producer
 requests them for the L2 cache before that: the latency of memory is longer than a step.
+
+Keys: a fp32 value is the sum of three bf16 values. They are columns of a narrow matrix, and its product with ones is
+the first addend of q k^T: no thread loads a key's number, or keeps it in registers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...gpu import ALIGNMENT
 from ...spec import Inputs
 from .. import tiles as plain
 from ..call import KernelCall, Mode
-from ..formula import COLUMN_ALIGNMENT, LARGEST_TILE, added_by, kernel_inputs, written
+from ..formula import COLUMN_ALIGNMENT, LARGEST_TILE, added_by, kernel_inputs, plan_of, written
 from ..score import LOG2_E
+from .program import parts_tiles
 
 STAGES = ("distance", "pair")  # of values that the Hopper kernels add by themselves
 ALIGNED = tl.constexpr(COLUMN_ALIGNMENT)
+PARTS = tl.constexpr(16)  # columns of the smallest product: three parts of each of up to two numbers, and zeros
 LINE = tl.constexpr(32)  # fp32 values that the L2 cache holds together
 ROOM = tl.constexpr(192)  # values on either side of those of distances: as far as a tile reaches
 
@@ -136,3 +143,43 @@ def prefetch_pairs(x, i_b, i_h, i_m, i_n, ROWS: gl.constexpr, BN: gl.constexpr):
         o_m = gl.minimum(i + gl.arange(0, 32, gl.SliceLayout(1, LAYOUT)), T - 1 - i_m)[:, None]
         ASM: gl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
         gl.inline_asm_elementwise(ASM, "=r,l", [first + (o_m * step + o_n)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+COLUMNS = tl.constexpr(8)  # of the matrix in device memory: rows of 16 bytes
+
+
+@triton.jit
+def bf16_parts(x):
+    """(high, middle, low): three fp32 values, exact in bf16, whose sum is x; of infinity, it and two zeros."""
+    high = x.to(tl.bfloat16).to(tl.float32)
+    is_finite = tl.abs(high) < float("inf")
+    rest = tl.where(is_finite, x - tl.where(is_finite, high, 0.0), 0.0)
+    middle = rest.to(tl.bfloat16).to(tl.float32)
+    return high, middle, rest - middle
+
+
+@triton.jit(do_not_specialize=["stride_b", "stride_h", "scale", "H", "S"])
+def parts_kernel(x, p_parts, stride_b, stride_h, scale, H, S, ROWS: tl.constexpr):
+    """The parts of ROWS values of x, divided by scale; zeros beyond the last key. Grid: tiles, batch x heads."""
+    i_b, i_h = tl.program_id(1) // H, tl.program_id(1) % H
+    o_n, o_c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)[None, :]
+    p_x = x + (tl.cast(i_b, tl.int64) * stride_b + tl.cast(i_h, tl.int64) * stride_h)
+    high, middle, low = bf16_parts(tl.load(p_x + o_n, mask=o_n < S, other=0.0) / scale)
+    b_rest = tl.where(o_c == 1, middle[:, None], tl.where(o_c == 2, low[:, None], 0.0))
+    o_row = tl.cast(tl.program_id(1), tl.int64) * (tl.num_programs(0) * ROWS) + o_n
+    tl.store(p_parts + o_row[:, None] * COLUMNS + o_c, tl.where(o_c == 0, high[:, None], b_rest).to(tl.bfloat16))
+
+
+def key_numbers(call: KernelCall, q: Tensor, S: int, rows: int) -> TensorDescriptor:
+    """What a formula adds for each of S keys, by query head, as the forward kernel moves it: `rows` keys at a time."""
+    p = plan_of(call.spec.score)
+    assert call.inputs.formula is not None
+    assert p.column is not None
+    x, (B, H) = call.inputs.formula[p.column], q.shape[:2]
+    n_tiles = triton.cdiv(S, LARGEST_TILE.value)
+    parts = q.new_empty(B * H * n_tiles * LARGEST_TILE.value, COLUMNS.value, dtype=torch.bfloat16)
+    strides = (0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
+    parts_kernel[(n_tiles, B * H)](
+        x, parts, *strides, call.spec.scale, H, S, ROWS=LARGEST_TILE.value, enable_fp_fusion=True
+    )
+    return parts_tiles(parts, rows, PARTS.value)

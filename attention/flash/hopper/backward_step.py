@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...scores.alibi import alibi_bias
 from ...scores.soft_cap import soft_cap_tanh, times_derivative
+from ..backward import is_far
 from ..formula import Place
 from ..score import (
     LOG2_E,
@@ -24,12 +25,10 @@ from ..score import (
     log2_factor,
     seen_by_query,
 )
-from ..score_gradients import is_far
 from .added import is_near, near_numbers, pair_numbers
 from .backward_pipeline import SLOTS, WIDTH, part_of, piece_of, row_stride
-from .compat import barrier, reinterpret
-from .dropout import draw_transposed, drop_transposed, load_key, word_layout
-from .stages import stage_of, wait_full
+from .masks import draw_transposed, drop_transposed, load_key, word_layout
+from .program import barrier, reinterpret, stage_of, wait_full
 
 
 @gluon.constexpr_function
@@ -47,7 +46,7 @@ def keys_in_registers(M, BD):
     return M == 64 and BD == 64
 
 
-class Queries(NamedTuple):
+class QueryTile(NamedTuple):
     """The query tile of a step: number i_tile of head i_h, whose ALiBi slope times log2(e) is slope2.
 
     bias      of each key, where a formula gives it one (see `load_bias`), else 0
@@ -466,7 +465,7 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
     barrier()
     zeros_dq = gl.zeros([BM, BD], gl.float32, DQ_LAYOUT)
     dq_flight = warpgroup_mma(buffers.ds.index(zero).permute((1, 0)), k_s, zeros_dq, use_acc=False, is_async=True)
-    # Queries and their gradients of out are not needed for dq: the producer may bring others while it is in flight.
+    # QueryTile and their gradients of out are not needed for dq: the producer may bring others while it is in flight.
     finished = done(dk_flight, b_ds, 1)
     b_dk = finished[0]
     if BLOCKS.sums == "ds":

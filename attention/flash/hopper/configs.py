@@ -172,7 +172,7 @@ def forward_blocks(problem: Problem) -> ForwardBlocks:
     )
 
 
-class Config(NamedTuple):
+class BackwardConfig(NamedTuple):
     """The constants of a kernel of the backward: its shape, and the mode of `added.hopper_mode`."""
 
     blocks: BackwardBlocks

@@ -14,17 +14,15 @@ from ..formula import LARGEST_TILE
 from ..score import locate
 from ..tiles import swizzle
 from .added import prefetch_pairs
-from .compat import barrier, reinterpret, tma_load
-from .schedule import key_tiles
+from .program import Stage, barrier, key_tiles, reinterpret, stage_of, tma_load, wait_empty, wait_full
 from .softmax import PARTS, ROWS, bias_in_product, column_numbers
-from .stages import Stage, stage_of, wait_empty, wait_full
 
 
-class Buffers(NamedTuple):
+class ForwardBuffers(NamedTuple):
     """Shared memory: stages of q and a tile of out for each consumer, stages of k and v.
 
     work     for each stage of q: the queries in it, where a producer assigns them
-    parts    stages of the values that a formula adds for keys, see key_numbers.py
+    parts    stages of the values that a formula adds for keys, see added.py
     columns  of a key tile, numbered, where ALiBi's biases come with the product; ones, where a formula's values do
     votes    a number for each thread of a consumer whose steps are optimistic, see `are_small`
     """
@@ -39,7 +37,7 @@ class Buffers(NamedTuple):
     votes: Any
 
 
-class Barriers(NamedTuple):
+class ForwardBarriers(NamedTuple):
     """work, q, kv: one for each stage; work, q_empty and kv_empty only where there is a producer.
 
     order: one for each consumer, where they start their products one after the other
@@ -120,7 +118,7 @@ def allocate(dtype: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     votes = 0
     if BLOCKS.optimistic:
         votes = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 4, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    buffers = Buffers(
+    buffers = ForwardBuffers(
         q_s,
         gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
         gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
@@ -145,7 +143,7 @@ def allocate(dtype: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr):
         order = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
         for i in gl.static_range(CONSUMERS):
             mbarrier.init(order.index(i), count=1)
-    barriers = Barriers(
+    barriers = ForwardBarriers(
         work_full,
         gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER),
         q_empty,
@@ -235,8 +233,9 @@ def fetch(j, i_s, keys, buffers, barriers, BLOCKS: gl.constexpr, MODE: gl.conste
         mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_k != has_v)
     b_k = reinterpret(buffers.k.index(i_s), k.dtype, [1, 1, BN, BD], k.layout)
     b_v = reinterpret(buffers.v.index(i_s), v.dtype, [1, 1, BN, BD], v.layout)
+    v_position = [keys.i_b, keys.i_kv, i_n + BN, 0]
     tma_load(k, [keys.i_b, keys.i_kv, i_n, 0], kv_full, b_k, pred=has_k)
-    tma_load(v, [keys.i_b, keys.i_kv, i_n + BN, 0], kv_full, b_v, pred=has_v)
+    tma_load(v, v_position, kv_full, b_v, pred=has_v)
 
 
 @gluon.jit

@@ -17,9 +17,8 @@ from ..score import (
     log2_factor,
     sees_key,
 )
-from .added import far_number, is_near, near_numbers, pair_numbers
-from .dropout import drop, load_key
-from .masks import as_bits, hide
+from .added import PARTS, far_number, is_near, near_numbers, pair_numbers
+from .masks import as_bits, drop, hide, load_key
 
 ROWS = gl.constexpr(64)  # of queries that a warpgroup multiplies in one instruction
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
@@ -27,7 +26,6 @@ GROWTH = gl.constexpr(8)
 # Where a thread's weights in a row of a tile add up to more, the row's maximum is too low: 2^15, as PTX writes fp32.
 # fp16 ends at 2^16.
 LARGEST_SUM = gl.constexpr("0f47000000")
-PARTS = gl.constexpr(16)  # columns of the smallest product: three parts of a number, and zeros
 
 
 class Queries(NamedTuple):

@@ -8,7 +8,7 @@ A program takes tiles of 64 keys, one after the other, and walks over the query 
     writer    one warp: takes dk and dv away, which the consumers leave in the places of v and k
 
 Each consumer starts its first product of the next query tile before it waits for its last one of this tile, and the
-products of one run during the exponentials of the other. dq has a kernel of its own, see wide_queries.py.
+products of one run during the exponentials of the other. dq has a kernel of its own, see wide.py.
 """
 
 from typing import Any, NamedTuple
@@ -23,18 +23,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..score import LOG2_E, locate
-from .backward_pipeline import FIELDS, Part, hand_out, next_tile, place
-from .backward_roles import writer
-from .backward_step import Queries, done, weights
-from .compat import reinterpret, tma_load
-from .dropout import draw_transposed, load_key, word_layout
-from .schedule import Program, Sizes
-from .stages import stage_of, wait_empty, wait_full
+from .backward_pipeline import FIELDS, Part, hand_out, next_tile, place, writer
+from .backward_step import QueryTile, done, weights
+from .masks import draw_transposed, load_key, word_layout
+from .program import Program, Sizes, reinterpret, stage_of, tma_load, wait_empty, wait_full
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of s^T and dp^T: (keys, queries)
 
 
-class Buffers(NamedTuple):
+class DkdvBuffers(NamedTuple):
     """Shared memory: k and v; stages of q, do, lse2, delta and p, the weights times the derivative of the scores; the
     key tile handed out."""
 
@@ -48,7 +45,7 @@ class Buffers(NamedTuple):
     tile: Any
 
 
-class Barriers(NamedTuple):
+class DkdvBarriers(NamedTuple):
     """One barrier for the key tile handed out (tile), one for k and v (kv, dkdv), and one for each stage (full, empty;
     p_full)."""
 
@@ -74,7 +71,7 @@ def allocate(q, rows, BLOCKS: gl.constexpr):
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BD], dtype)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BD], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
-    buffers = Buffers(
+    buffers = DkdvBuffers(
         gl.allocate_shared_memory(dtype, [1, BN, BD], k_layout),
         gl.allocate_shared_memory(dtype, [1, BN, BD], k_layout),
         gl.allocate_shared_memory(dtype, [STAGES, BM, BD], q_layout),
@@ -84,7 +81,7 @@ def allocate(q, rows, BLOCKS: gl.constexpr):
         gl.allocate_shared_memory(dtype, [STAGES, BN, BM], p_layout),
         gl.allocate_shared_memory(gl.int32, [FIELDS, 1], BARRIER),
     )
-    barriers = Barriers(
+    barriers = DkdvBarriers(
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
@@ -249,7 +246,7 @@ def consumer(program, OF_VALUES: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.co
             next_h = gl.where(ends_head, gl.minimum(i_h + 1, tile.i_h + sizes.G - 1), i_h)
             next_m = gl.where(ends_head, tile.end - 1, i_tile_m - 1)
             slope2 = gl.load(program.inputs.slopes + i_h) * LOG2_E if OF_VALUES and MODE.alibi else 0.0
-            queries = Queries(i_h, i_tile_m, slope2, 0.0, 0.0, 0, next_h, next_m, i_step + i, i + 1 < n_steps)
+            queries = QueryTile(i_h, i_tile_m, slope2, 0.0, 0.0, 0, next_h, next_m, i_step + i, i + 1 < n_steps)
             b_x, b_w, b_sum = step(b_x, b_w, b_sum, queries, tile, pos, program, OF_VALUES, BLOCKS, MODE)
             i_h, i_tile_m = next_h, next_m
         i_step += n_steps
