@@ -47,6 +47,7 @@ from recipe.distributed.ranks import from_first_rank, joined
 from recipe.distributed.world import World
 from recipe.infer.generation.sampling import Sampling
 from recipe.infer.generation.text import stream
+from recipe.infer.starting import HuggingFace
 from recipe.run.build import (
     attention_shape,
     build_model,
@@ -128,7 +129,9 @@ def prepare(
         oom_guard(too_large_model(config.model, device)),
         cpu_memory_limit(config.training.cpu_memory_gib if device.type == "cpu" else None),
     ):
-        trainer = build_trainer(config, build_model(config, data.vocab_size, device, world), device, world)
+        trainer = build_trainer(
+            config, build_model(config, data.vocab_size, device, world, HuggingFace()), device, world
+        )
     start = restore(trainer, config, checkpoint, data)
     if (start >= config.training.steps or reached_target(folder, config)) and (folder / "summary.json").exists():
         if world.rank == 0:
@@ -223,4 +226,4 @@ def describe_run(config: Config, trainer: Trainer) -> str:
 
 
 if __name__ == "__main__":
-    process.run(lambda: launch(main))
+    process.run(lambda: launch(main, HuggingFace()))

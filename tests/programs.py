@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import train as train_module
+from recipe.infer.starting import HuggingFace
 from recipe.run.launch import launch
 
 
@@ -14,7 +15,7 @@ def train(*arguments: str) -> int:
     """The exit status of `python train.py <arguments>`."""
     with mock.patch.object(sys, "argv", ["train.py", *arguments]):
         try:
-            launch(train_module.main)
+            launch(train_module.main, HuggingFace())
         except SystemExit as end:
             return int(end.code or 0)
     return 0

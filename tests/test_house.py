@@ -23,7 +23,7 @@ PACKAGES = (
 ROOMS = (
     ("wording",),
     ("errors",),
-    ("files",),
+    ("files", "drawing"),
     ("distributed",),
     ("training",),
     ("run",),
@@ -99,6 +99,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_packages_import_only_those_below_them() -> None:
     assert not arrows_up(imports(ROOT), PACKAGES, depth=0)
+
+
+def test_rooms_of_the_recipe_import_only_those_below_them() -> None:
+    found = {name: targets for name, targets in imports(ROOT).items() if name.startswith("recipe.")}
+    assert not arrows_up(found, ROOMS, depth=1)
 
 
 @pytest.mark.parametrize(

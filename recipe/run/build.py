@@ -36,6 +36,7 @@ from recipe.run.meters import StepMeter
 from recipe.run.peaks import product_precision
 from recipe.run.profiler import Profiler
 from recipe.run.record import Record, RunMetadata
+from recipe.run.weights import Weights
 from recipe.training.checkpoint import newest_valid, read_manifest
 from recipe.training.device import resolve_precision
 from recipe.training.interruption import Interruption
@@ -88,8 +89,10 @@ def build_gpt(config: Config, vocab_size: int, device: torch.device) -> GPT:
     )
 
 
-def build_model(config: Config, vocab_size: int, device: torch.device, world: World) -> GPT:
-    """The model with its initial weights, drawn from the seed or loaded from `init_from`.
+def build_model(
+    config: Config, vocab_size: int, device: torch.device, world: World, weights: Weights | None = None
+) -> GPT:
+    """The model with its initial weights, drawn from the seed or loaded from `init_from` by `weights`.
 
     Where ranks keep shards of it, only the first one builds it whole, and the others on the meta device.
     """
@@ -98,11 +101,10 @@ def build_model(config: Config, vocab_size: int, device: torch.device, world: Wo
     with torch.device("meta") if config.init_from or (shards and world.rank > 0) else nullcontext():
         model = build_gpt(config, vocab_size, device)
     if config.init_from is not None:
-        from recipe.infer.huggingface.loading import load  # the hub's client takes a tenth of a second to import
-
+        assert weights is not None
         if not shards or world.rank == 0:
             model.materialise("cpu" if shards else device)  # the weights once, which are then read tensor by tensor
-        read = partial(load, model, config.init_from)
+        read = partial(weights.load, model, config.init_from)
         from_first_rank(read) if shards else read()
     return model
 

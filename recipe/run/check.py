@@ -28,6 +28,7 @@ from recipe.run.build import attention_shape, one_document
 from recipe.run.config import Config, ConfigError, as_plain
 from recipe.run.profiler import check_profile
 from recipe.run.tracker import tracking_mistakes
+from recipe.run.weights import Weights
 from recipe.training.config import training_mistakes
 from recipe.training.device import Precision, resolve_device, resolve_precision
 from recipe.training.optimizer import optimizer_mistakes
@@ -38,10 +39,11 @@ from recipe.training.recall.choice import unknown_probes
 SHARED = [part.name for part in fields(Config) if part.name != "device"]
 
 
-def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
+def mistakes(config: Config, ranks: int | None = None, weights: Weights | None = None) -> Iterator[str]:
     """A sentence for each value that could not train, with the override that repairs it.
 
-    ranks  that will train; None: as many as torchrun or Slurm started
+    ranks    that will train; None: as many as torchrun or Slurm started
+    weights  of `init_from`, which are judged if they are there
     """
     if not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must lie between 0 and 2**32 - 1."
@@ -60,7 +62,7 @@ def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
     of_score = list(map(sentence_of, score_mistakes(config.score, config.model.n_layers)))
     of_model = list(model_mistakes(config.model)) or of_score
     # Differences from the folder come first: its sizes and an override may not fit together although each is valid.
-    of_folder = list(init_mistakes(config)) if config.init_from is not None and not of_score else []
+    of_folder = list(init_mistakes(config, weights)) if weights is not None and not of_score else []
     yield from of_folder or of_model
     if not of_model:
         yield from refusal(check_score_tensors, config)
@@ -103,13 +105,13 @@ def check_ranks_agree(config: Config) -> None:
                 )
 
 
-def init_mistakes(config: Config) -> Iterator[str]:
+def init_mistakes(config: Config, weights: Weights) -> Iterator[str]:
     """A sentence for each reason why the model cannot start from `init_from`, as far as that needs no network."""
-    from recipe.infer.huggingface.loading import folder_mistakes  # the hub's client takes a tenth of a second to import
-
+    if config.init_from is None:
+        return
     scores = layer_scores(config.score, config.model.n_layers)
     known = SIZES.get(config.data.tokenizer)
-    yield from folder_mistakes(str(config.init_from), config.model, scores, config.seq_len, known)
+    yield from weights.mistakes(config.init_from, config.model, scores, config.seq_len, known)
 
 
 def check_corpus(config: Config) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 # Hydra's parser of flags has no public name, and a copy would drift from the one that hydra.main uses.
@@ -35,21 +36,22 @@ from recipe.run.queue.jobs import share_checkout, without
 from recipe.run.resume import check_folder, check_writable, resumed
 from recipe.run.run_folder import check_not_running
 from recipe.run.starting import with_start
+from recipe.run.weights import Weights
 from recipe.run.wording import explain, one_sentence
 
 MANY_JOBS = 50  # take seconds to compose
 
 
-def launch(main: Callable[[], None]) -> None:
-    """Call `main`, decorated with hydra.main, on the checked command line."""
+def launch(main: Callable[[], None], weights: Weights) -> None:
+    """Call `main`, decorated with hydra.main, on the checked command line, in which `init_from` names `weights`."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors that it would print over several lines
     register_all()
     with one_sentence():
-        sys.argv[1:] = prepare(sys.argv[1:])
+        sys.argv[1:] = prepare(sys.argv[1:], weights)
         main()
 
 
-def prepare(arguments: list[str]) -> list[str]:
+def prepare(arguments: list[str], weights: Weights | None = None) -> list[str]:
     """The arguments for Hydra: checked, and with the overrides of the run that `resume` names.
 
     Raises UserError with one line for each mistake.
@@ -66,7 +68,7 @@ def prepare(arguments: list[str]) -> list[str]:
         raise ConfigError("-m cannot be combined with --cfg or --info; leave it out to see the configuration of a run.")
     if args.help or args.hydra_help or args.cfg or args.info:
         return arguments
-    if (started := with_start(args.overrides)) != args.overrides:
+    if weights is not None and (started := with_start(args.overrides, weights)) != args.overrides:
         arguments = [*(argument for argument in arguments if argument not in args.overrides), *started]
         args.overrides = started
     try:
@@ -75,7 +77,7 @@ def prepare(arguments: list[str]) -> list[str]:
             for sentence in replaced(args.overrides):
                 print(f"note: {sentence}", file=sys.stderr)
         if args.multirun or composition.multirun:
-            cfg = check_sweep(composition)
+            cfg = check_sweep(composition, weights)
             if (ranks := World.from_environment().size) > 1:
                 raise ConfigError(
                     f"A sweep starts its jobs itself, and {ranks} ranks were started; start it without torchrun. "
@@ -91,23 +93,23 @@ def prepare(arguments: list[str]) -> list[str]:
                 share_checkout()
             return arguments
         flags = [argument for argument in arguments if argument not in args.overrides]
-        return [*flags, *checked_run(args.overrides, composition)]
+        return [*flags, *checked_run(args.overrides, composition, weights)]
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error) from error
 
 
-def check_sweep(composition: Composition) -> DictConfig:
+def check_sweep(composition: Composition, weights: Weights | None) -> DictConfig:
     """The sweep's configuration. Raises ConfigError for mistakes in it, in any of its jobs or in its folder."""
     sentences, composed = list(composition.wrong), list[tuple[list[str], Composition]]()
     if composition.cfg is not None and is_arena(composition.cfg):
-        sentences += arena_sweep_mistakes(composition, mistakes_of)
+        sentences += arena_sweep_mistakes(composition, partial(mistakes_of, weights=weights))
     elif composition.cfg is not None:
         swept = jobs(composition.right)
         if len(swept) > MANY_JOBS:
             print(f"checking {len(swept):,} jobs", file=sys.stderr)
         composed = [(job, compose_right(job)) for job in swept]
         for _, job in composed:
-            sentences += job.wrong + mistakes_of(job)
+            sentences += job.wrong + mistakes_of(job, weights)
     refuse(sentences)
     assert composition.cfg is not None
     folder = Path(composition.cfg.hydra.sweep.dir)
@@ -119,7 +121,7 @@ def check_sweep(composition: Composition) -> DictConfig:
     return composition.cfg
 
 
-def checked_run(given: list[str], composition: Composition) -> list[str]:
+def checked_run(given: list[str], composition: Composition, weights: Weights | None) -> list[str]:
     """The overrides of a run, including the overrides of a run to resume. Raises UserError for mistakes.
 
     composition  of the overrides `given`
@@ -127,7 +129,7 @@ def checked_run(given: list[str], composition: Composition) -> list[str]:
     overrides = given if composition.wrong else resumed(given)
     if overrides != given:
         composition = compose_right(overrides)
-    refuse(composition.wrong + swept_mistakes(composition.right) + mistakes_of(composition))
+    refuse(composition.wrong + swept_mistakes(composition.right) + mistakes_of(composition, weights))
     assert composition.cfg is not None
     if World.from_environment().rank > 0:  # the first rank writes the run folder
         return lines(by_key(["hydra.run.dir=."]) | by_key(overrides))
@@ -135,13 +137,13 @@ def checked_run(given: list[str], composition: Composition) -> list[str]:
     return overrides
 
 
-def mistakes_of(composition: Composition) -> list[str]:
+def mistakes_of(composition: Composition, weights: Weights | None) -> list[str]:
     """A sentence for each value that cannot train; none if nothing was composed."""
     if composition.cfg is None:
         return []
     launcher, config = composition.cfg.hydra.launcher, to_config(composition.cfg)
     ranks = int(launcher.get("nodes") or 1) * int(launcher.get("tasks_per_node") or 1)  # of a job, which starts later
-    return [*stray_options(config, composition.cfg), *mistakes(config, ranks if ranks > 1 else None)]
+    return [*stray_options(config, composition.cfg), *mistakes(config, ranks if ranks > 1 else None, weights)]
 
 
 def refuse(sentences: list[str]) -> None:

@@ -9,10 +9,11 @@ from hydra.errors import HydraException
 
 from recipe.run.compose import parsed
 from recipe.run.queue.launcher import quoted
+from recipe.run.weights import Weights
 from recipe.wording import as_typed
 
 
-def with_start(overrides: list[str]) -> list[str]:
+def with_start(overrides: list[str], weights: Weights) -> list[str]:
     """The overrides, preceded by ones for the model, score and tokenizer of `init_from`, as far as the user chose none.
 
     model=..., score=... and data.tokenizer=... are such choices. Raises WeightsError.
@@ -30,9 +31,7 @@ def with_start(overrides: list[str]) -> list[str]:
         names_path(source) and not (Path(source).expanduser() / "config.json").is_file()
     ):
         return overrides
-    from recipe.infer.huggingface.starting import start_from  # the hub's client takes a tenth of a second to import
-
-    options = start_from(source).options()
+    options = weights.options(source)
     if "score" in chosen:
         options = {name: value for name, value in options.items() if not name.startswith("score.")}
     return [f"{name}={written(value)}" for name, value in options.items() if name not in chosen] + overrides

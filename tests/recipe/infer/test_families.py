@@ -27,6 +27,7 @@ from recipe.infer.huggingface.families import BEFORE, FAMILIES, Family
 from recipe.infer.huggingface.loading import load
 from recipe.infer.huggingface.starting import start_from
 from recipe.infer.huggingface.weights import describe, renamed
+from recipe.infer.starting import HuggingFace
 from recipe.run.build import build_model
 from recipe.run.check import init_mistakes
 from recipe.run.compose import composed, to_config
@@ -221,7 +222,7 @@ def test_the_preset_of_nanochat_learns_as_the_model_of_transformers_does():
     sizes = ["model.n_layers=2", f"model.n_heads={heads}", "model.n_embd=32", "seq_len=64", "device=cpu"]
     config = to_config(composed(["model=nanochat", *sizes]))
     for seed in range(SHAPES):
-        model = build_model(config, VOCAB, torch.device("cpu"), World()).eval()
+        model = build_model(config, VOCAB, torch.device("cpu"), World(), HuggingFace()).eval()
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -263,19 +264,19 @@ def test_a_scaling_without_its_original_length_begins_at_the_longest_input(tmp_p
 def test_a_run_starts_from_a_folder_and_the_command_line_may_change_what_has_no_weights(tmp_path):
     _, folder = next(folders("gemma2", tmp_path))
     (folder / "tokenizer.json").write_text("{}")
-    overrides = with_start([f"init_from={folder}", "model.dropout=0.1", "seq_len=32"])
+    overrides = with_start([f"init_from={folder}", "model.dropout=0.1", "seq_len=32"], HuggingFace())
     config = to_config(composed(overrides))
     start = start_from(str(folder))
     assert replace(config.model, dropout=0.0) == start.settings.model
     assert (config.score, config.data.tokenizer) == (start.settings.score, str(folder / "tokenizer.json"))
     assert (config.model.dropout, config.seq_len) == (0.1, 32)
-    assert not list(init_mistakes(config))
+    assert not list(init_mistakes(config, HuggingFace()))
     torch.manual_seed(0)
-    model = build_model(config, VOCAB, torch.device("cpu"), World())
+    model = build_model(config, VOCAB, torch.device("cpu"), World(), HuggingFace())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), read(folder).parameters(), strict=True))
-    with_score = to_config(composed(with_start([f"init_from={folder}", "score=causal"])))
+    with_score = to_config(composed(with_start([f"init_from={folder}", "score=causal"], HuggingFace())))
     assert with_score.score == Config().score
-    (sentence,) = init_mistakes(to_config(composed([*overrides, "model.norm_place=before"])))
+    (sentence,) = init_mistakes(to_config(composed([*overrides, "model.norm_place=before"])), HuggingFace())
     assert sentence.endswith("has model.norm_place=both, and the model before; set model.norm_place=both.")
 
 

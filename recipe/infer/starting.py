@@ -1,0 +1,32 @@
+"""What train.py needs of huggingface/ for `init_from`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from attention import Score
+from model.config import GPTConfig
+from model.gpt import GPT
+
+
+class HuggingFace:
+    """The weights of a folder of transformers, or of a name on the hub, whose client takes a tenth of a second to
+    import; see recipe.run.weights."""
+
+    def options(self, source: str) -> dict[str, Any]:
+        from recipe.infer.huggingface.starting import start_from
+
+        return start_from(source).options()
+
+    def mistakes(
+        self, source: str, model: GPTConfig, scores: Sequence[Score], seq_len: int, vocab_size: int | None
+    ) -> Iterator[str]:
+        from recipe.infer.huggingface.loading import folder_mistakes
+
+        return folder_mistakes(source, model, scores, seq_len, vocab_size)
+
+    def load(self, model: GPT, source: str) -> None:
+        from recipe.infer.huggingface.loading import load
+
+        load(model, source)
