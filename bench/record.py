@@ -68,6 +68,31 @@ def result_file(name: str, device: str, folder: Path = RESULTS) -> Path:
     return folder / f"{name}-{slug(device)}.json"
 
 
+def write_table(path: Path, table: str, *files: Path) -> None:
+    """Write a table as a result, bench/results/<name>.md: the table, where and when it was measured, and every command.
+
+    `python -m bench.tables` pastes it into the pages that show it.
+
+    files  of its rows, beside it
+    """
+    heads: list[Row] = []
+    for file in files:
+        heads += (row["measurement"] for row in read(file) if row["measurement"] not in heads)
+    days: dict[str, list[str]] = {}
+    for head in heads:
+        days.setdefault(head["device"], []).append(head["date"][:10])
+    source = "; ".join(
+        f"{device}, {' to '.join(dict.fromkeys((min(dates), max(dates))))}" for device, dates in days.items()
+    )
+    commands = "\n".join(
+        f"- `{head['command']}`: {head['device']}, torch {head['versions']['torch']}, {head['date'][:10]}, "
+        f"commit {head['commit']}"
+        for head in heads
+    )
+    rows = ", ".join(f"[{file.name}]({file.name})" for file in files)
+    write_atomically(path, f"{table}\n\n{source}\n\n{commands}\n\nRows: {rows}\n")
+
+
 def read(path: Path) -> list[Row]:
     """The rows of a result file, each with its measurement in full; none where there is no such file."""
     if not path.exists():

@@ -41,10 +41,10 @@ def read_source(app: object, name: str, source: list[str]) -> None:
             text,
         )
         text += "\n" + source[0]
-    # A site has no folders to show: their names stay, without a link.
+    # A site has no folders and no results of benchmarks to show: their names stay, without a link.
     source[0] = re.sub(
         r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#]+)\)",
-        lambda m: m[1] if (folder / m[2]).is_dir() else m[0],
+        lambda m: m[1] if (folder / m[2]).is_dir() or "bench/results/" in m[2] else m[0],
         as_images(text),
     )
 

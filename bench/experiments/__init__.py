@@ -1,1 +1,0 @@
-"""The runs of train.py that the documents show, and their figures."""

@@ -1,1 +1,0 @@
-"""Generating text, and attention to a cache."""

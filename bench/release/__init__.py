@@ -1,1 +1,0 @@
-"""Measuring everything that README and docs/ show, in parts that can run on different days."""
