@@ -51,14 +51,14 @@ test: setup ## run the tests but the slow ones (about four minutes on two cores;
 learn: setup ## from softmax to FlashAttention in checked steps, and a page to walk through (half a minute)
 	$(BIN)/python -m learn
 
-tables: setup ## print the tables of README and docs/ from bench/results/, and draw their figures
+tables: setup ## paste the tables of bench/results/ and of the configuration into README and docs/
 	$(BIN)/python -m bench.tables
 
 kernels: setup ## compile all GPU kernels, which needs no GPU, and renew their record (some minutes)
 	$(BIN)/python -m bench.kernels
 
 # PAIRS="-k 'torch_2_15 and python_3_14'" is one of them.
-stack: $(VENV)/.pip ## test every supported torch and Python, each in a temporary environment of 6 GB (20 of them, about two minutes each; goes on where it stopped)
+stack: $(VENV)/.pip ## test every supported torch and Python, each in a temporary environment of 6 GB (20 of them, some minutes each)
 	@test -x $(BIN)/nox || $(PIP) 'nox[uv]>=2025.2.9'
 	$(BIN)/nox $(PAIRS)
 

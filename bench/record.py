@@ -4,8 +4,8 @@
      "rows": [{"name": "flash", "length": 1024, ..., "measurement": 0}, ...]}
 
 A row names its measurement, and a measurement can be repeated: it holds the command, the machine, the commit, the
-versions, its start and end, and the digests of the GPU kernels of that commit (bench/kernels/). A row that is measured
-again replaces the earlier one. Rows of other software or of other sizes are removed from the file.
+versions, its start and end. A row that is measured again replaces the earlier one. Rows of other software or of other
+sizes are removed from the file. The tables of rows are beside them, bench/results/<name>.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any, Self
 
 import torch
 
-from bench.kernels import kernel_digests
 from bench.machine import ROOT, environment, slug
 from data.atomic import write_atomically
 
@@ -40,7 +39,7 @@ def measurement(command: Sequence[str], device: torch.device, packages: Sequence
     sizes     further values that rows must share to be compared, such as the tokens of a batch
     """
     described = environment(device, packages)
-    return {"command": shlex.join(["python", "-m", *command]), **described, "sizes": sizes, "kernels": kernel_digests()}
+    return {"command": shlex.join(["python", "-m", *command]), **described, "sizes": sizes}
 
 
 def command_line(module: str, description: str | None, name: str) -> argparse.ArgumentParser:
@@ -89,7 +88,7 @@ def write_table(path: Path, table: str, *files: Path) -> None:
         f"commit {head['commit']}"
         for head in heads
     )
-    rows = ", ".join(f"[{file.name}]({file.name})" for file in files)
+    rows = ", ".join(f"[{file.name}]({file.name})" for file in files if file.exists())
     write_atomically(path, f"{table}\n\n{source}\n\n{commands}\n\nRows: {rows}\n")
 
 
@@ -113,15 +112,12 @@ class Recorder:
             recorder.add({"name": "flash", "length": 1024, "ms": 0.1})
 
     identity  the fields that identify a row: a new row replaces the earlier one with equal values
-    software  packages whose versions must be equal for rows to be compared; none where versions are compared themselves
     """
 
-    def __init__(
-        self, path: Path, identity: Sequence[str], measurement: Row, software: Sequence[str] = SOFTWARE
-    ) -> None:
+    def __init__(self, path: Path, identity: Sequence[str], measurement: Row) -> None:
         self.path, self.identity, self.measurement = path, identity, measurement | {"ended": None}
         earlier = read(path)
-        self.rows = {self.key(row): row for row in earlier if comparable(row["measurement"], measurement, software)}
+        self.rows = {self.key(row): row for row in earlier if comparable(row["measurement"], measurement)}
         self.dropped = len(earlier) - len(self.rows)
 
     def key(self, row: Row) -> str:
@@ -165,7 +161,7 @@ class Recorder:
             self.write()
 
 
-def comparable(earlier: Row, now: Row, software: Sequence[str]) -> bool:
+def comparable(earlier: Row, now: Row) -> bool:
     """Whether rows of two measurements may be compared: the same device, software and sizes."""
-    versions = [[head["versions"].get(name) for name in software] for head in (earlier, now)]
+    versions = [[head["versions"].get(name) for name in SOFTWARE] for head in (earlier, now)]
     return versions[0] == versions[1] and all(earlier[name] == now[name] for name in ("device", "sizes"))

@@ -12,8 +12,7 @@
     tiles.py     tiles of (B, H, T, D) tensors, in and out of the chip
     call.py      a call, its block sizes by head size, dtype, dropout and architecture, and formulas that are options
 
-Dropout's mask is drawn by attention/dropout/kernel.py. docs/notes/kernels.md records experiments;
-bench/attention/tune.py finds block sizes.
+Dropout's mask is drawn by attention/dropout/kernel.py. docs/notes/kernels.md records experiments.
 
 `forward` and `backward` are the contract between paths.py and the kernels. Another path is a module with functions of
 the same signatures, and an entry in PATHS.

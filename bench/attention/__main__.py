@@ -12,11 +12,11 @@ by itself. A forward pass counts as 4 B H T T D FLOPs, visible keys only, and a 
 Memory is the peak of one forward and backward pass above its inputs, so it includes the output and the gradients.
 Errors are relative, ||x - x_fp32|| / ||x_fp32||, for the first head of the first sequence. A row names the kernels that
 ran (`path`) and gives the time of the first forward and backward pass, compilation included. Running out of memory is
-a result, and so is exceeding the time limit.
+a result.
 
-Results go to bench/results/attention-<device>.json after each problem. A new measurement replaces the earlier one of
-the same problem, so the work can be split: --masks causal, then --masks full.
-With --only, --dtype or other sizes, results go to attention-selection-<device>.json, or to the file of --name.
+Rows go to bench/results/attention-<device>.json after each problem, and tables beside it at the end. A new measurement
+replaces the earlier one of the same problem, so the work can be split: --masks causal, then --masks full. With --only,
+--dtype or other sizes, results go to attention-selection-<device>.json, or to the file of --name.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from rich.console import Console
 
 from attention import AttentionConfig, build_attention
 from bench.attention.cells import describe, measure
-from bench.attention.peers import PACKAGES, PLAIN, VARIANTS, Problem, candidates
-from bench.attention.time_budget import TimeBudget
-from bench.attention.views import notes, tables
+from bench.attention.peers import PACKAGES, PATHS, VARIANTS, Problem, candidates
+from bench.attention.views import reasons, tables
 from bench.machine import device_name, require_gpu
 from bench.measure import release
-from bench.record import Recorder, command_line, command_of, measurement, read, result_file
+from bench.record import Recorder, command_line, command_of, measurement, read, result_file, write_table
 from recipe.errors import sentence_of
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -98,7 +97,6 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=positive, help=f"of a batch: {TOKENS}")
     parser.add_argument("--hidden", type=positive, help=f"size, all heads together: {HIDDEN}")
     parser.add_argument("--seconds", type=float, default=0.1, help="of timing for each implementation and pass")
-    parser.add_argument("--limit", type=float, default=1.0, help="seconds that one step may take")
     return parser
 
 
@@ -120,7 +118,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args.heads = args.heads or HEAD_SIZES
     args.dropout = DROPOUTS if args.dropout is None else args.dropout
     args.masks = args.masks or (MASKS[:1] if args.quick else MASKS)
-    args.only = args.only or [name for name in names if name != PLAIN]
+    args.only = args.only or [name for name in names if name not in PATHS]
     args.tokens = args.tokens or TOKENS[args.device]
     args.hidden = args.hidden or HIDDEN[args.device]
     return args
@@ -140,13 +138,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             console.print(f"{path} has results of other software or sizes, which this measurement replaces.")
         measure_all(args, recorder, console)
     rows = read(path)
-    console.print(*tables(rows), *notes(rows), sep="\n", highlight=False)
+    for ending, table in tables(rows).items():
+        write_table(result_file(args.name + ending, device_name(device), args.results).with_suffix(".md"), table, path)
+        console.print(table, "", sep="\n", highlight=False)
+    console.print(*reasons(rows), sep="\n", highlight=False)
     console.print(f"{time.monotonic() - begin:.0f} s, {path}")
 
 
 def measure_all(args: argparse.Namespace, recorder: Recorder, console: Console) -> None:
     """Measure every problem, with a line of progress for each."""
-    everyone, budget, todo = candidates(), TimeBudget(args.limit), list(problems(args))
+    everyone, todo = candidates(), list(problems(args))
     chosen = {name: everyone[name] for name in args.only}
     console.print(f"{recorder.measurement['device']}: {len(todo)} problems, {', '.join(chosen)}")
     begin = time.monotonic()
@@ -158,7 +159,7 @@ def measure_all(args: argparse.Namespace, recorder: Recorder, console: Console) 
             status.update(line)
             if not console.is_terminal:  # which shows no status
                 console.print(line, highlight=False)
-            recorder.replace(describe(problem), measure(problem, chosen, args.seconds, budget))
+            recorder.replace(describe(problem), measure(problem, chosen, args.seconds))
             release(problem.device)
 
 

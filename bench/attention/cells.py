@@ -12,13 +12,12 @@ from torch import Tensor
 from attention import AttentionConfig, UnsupportedAttention, build_attention
 from attention.scores.alibi import alibi_slopes
 from bench.attention.peers import KEY, Attend, Candidate, Problem
-from bench.attention.time_budget import TimeBudget, TooSlow
 from bench.measure import interleaved, peak_bytes, release, synchronise
 from bench.record import Row
 from recipe.errors import sentence_of
 
 
-def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float, budget: TimeBudget) -> list[Row]:
+def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float) -> list[Row]:
     """Measure every candidate on one problem, with `seconds` of timing for each and each pass."""
     inputs, dout = problem.tensors()
     expected = reference(problem, inputs, dout)
@@ -27,7 +26,6 @@ def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float, budg
     for name, candidate in chosen.items():
         rows[name] = {"name": name, "label": candidate.label, "ours": candidate.ours} | describe(problem)
         try:
-            budget.check(rows[name])
             attend = candidate.build(problem)
             rows[name]["path"] = candidate.path(problem)
             known = expected if not problem.dropout or candidate.replays else None
@@ -52,7 +50,6 @@ def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float, budg
                 del able[name]
             else:
                 rows[name][direction] = timing.as_dict() | {"tflops": flops / timing.ms / 1e9}
-    budget.learn(rows.values())
     return with_ratios(list(rows.values()))
 
 
@@ -87,9 +84,7 @@ def try_out(
         row["error"] = dict(zip(("out", "dq", "dk", "dv"), errors, strict=True))
     del out, gradients
     release(device)  # garbage that is freed during the step would hide some of its memory
-    begin = time.perf_counter()
     row["extra_bytes"] = peak_bytes(lambda: torch.autograd.grad(attend(*inputs), inputs, dout), device)
-    row["step_s"] = round(time.perf_counter() - begin, 6)
     return row
 
 
@@ -117,8 +112,6 @@ def failure(error: Exception) -> Row:
     """Why there is no measurement, as `status` and `message`."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"status": "out of memory", "message": str(error).split(". ")[0]}
-    if isinstance(error, TooSlow):
-        return {"status": "too slow", "message": sentence_of(error)}
     if isinstance(error, UnsupportedAttention):
         return {"status": "refused", "message": sentence_of(error)}
     return {"status": "failed", "message": f"{type(error).__name__}: {error}"[:500]}

@@ -7,7 +7,7 @@
 First each formula compiles in a process of its own, all at the same time. Then each is timed in turns with causal
 attention of the same head size and dropout: a ratio is the median over pairs of calls, one directly after the other.
 Flex has no dropout and is timed at the first of the head sizes. Each row replaces the earlier one in
-bench/results/formulas-<device>.json.
+bench/results/formulas-<device>.json, and their table is beside it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from attention import AttentionConfig, DropoutKey, Score, build_attention
 from attention.scores.alibi import alibi_slopes
 from bench import record
 from bench.machine import device_name, require_gpu
+from bench.markdown import table
 from bench.measure import paired, release
-from bench.record import Recorder, command_line, command_of, measurement, result_file
+from bench.record import Recorder, command_line, command_of, measurement, read, result_file, write_table
 
 H = 8
 FOX = "s + c[h, i] - c[h, j]"
 CASES = ((128, 0.0), (128, 0.1), (64, 0.0))  # head size and dropout
 # Half-lives of heads of a trained FoX model, every sixth of 48 when sorted: see docs/notes/formulas.md.
 TRAINED = (0.75, 1.25, 2.6, 0.37, 0.05, 4.5, 0.23, 1340.0)
+WAYS = ("forward", "backward")
 IDENTITY = ("score", "implementation", "head_size", "dropout")
 KEY = DropoutKey(seed=1, step=2, layer=3, first_sequence=4)
 Pass = Callable[[], object]
@@ -197,7 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     now = measurement(command_of(parser, arguments), device, tokens=T, heads=H, dtype="bfloat16")
     warm_all([ROWS[0], *(row for row in rows if row is not ROWS[0])], T, cases, flex)
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
-    with Recorder(result_file(args.name, device_name(device), args.results), IDENTITY, now) as recorder:
+    path = result_file(args.name, device_name(device), args.results)
+    with Recorder(path, IDENTITY, now) as recorder:
         for row in rows:
             for implementation, (D, dropout) in [("flash", case) for case in cases] + [("flex", case) for case in flex]:
                 if implementation == "flex" and not row.flex:
@@ -205,12 +208,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found = measure(row, implementation, T, D, dropout, args.seconds, device)
                 case = {"score": row.name, "implementation": implementation, "head_size": D, "dropout": dropout}
                 recorder.add(case | found)
-                cells = (found[way].get("failed") or f"{found[way]['ratio']:.3f}" for way in ("forward", "backward"))
+                cells = (found[way].get("failed") or f"{found[way]['ratio']:.3f}" for way in WAYS)
                 print(
                     f"{time.time() - start:.0f} s: {', '.join(map(str, case.values()))}: {' / '.join(cells)}",
                     flush=True,
                 )
                 release(device)
+    write_table(path.with_suffix(".md"), ratios(read(path)), path)
+
+
+def ratios(rows: Sequence[record.Row]) -> str:
+    """The time of each score over causal attention's, forward and backward, and FlexAttention's."""
+    columns = {
+        "head size 128": ("flash", 128, 0.0),
+        "with dropout 0.1": ("flash", 128, 0.1),
+        "compiled flex, 128": ("flex", 128, 0.0),
+        "head size 64": ("flash", 64, 0.0),
+    }
+    found = {(row["score"], row["implementation"], row["head_size"], row["dropout"]): row for row in rows}
+    lines = [
+        [score.name, *(ratios_of(found.get((score.name, *column))) for column in columns.values())] for score in ROWS
+    ]
+    causal = (found.get((ROWS[0].name, *column)) for column in columns.values())
+    milliseconds = ["" if row is None else ", ".join(f"{row[way]['ms']:.2f}" for way in WAYS) for row in causal]
+    return table(["forward, backward", *columns], [["causal attention, ms", *milliseconds], *lines])
+
+
+def ratios_of(row: record.Row | None) -> str:
+    """The ratios of both passes."""
+    if row is None:
+        return ""
+    return ", ".join("fails" if "failed" in row[way] else f"{row[way]['ratio']:.2f}" for way in WAYS)
 
 
 if __name__ == "__main__":

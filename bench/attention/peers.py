@@ -40,7 +40,7 @@ VARIANTS = {
     "sinks": Score(sinks=True),
 }
 
-PLAIN = "flash-plain"  # takes part only where it is named
+PATHS = {f"flash-{path}": path for path in (KernelPath.plain, KernelPath.hopper)}  # take part only where named
 Attend = Callable[..., Tensor]  # q, k, v and, with sinks, these, to out
 
 
@@ -207,7 +207,8 @@ PACKAGES = {
 def candidates() -> dict[str, Candidate]:
     """All candidates on this machine, by their name on the command line."""
     named = {name: ours(name, AttentionConfig(name)) for name in ("naive", "tiled", "flash")}
-    named[PLAIN] = ours("flash, plain kernels", AttentionConfig("flash", path=KernelPath.plain))
+    for name, path in PATHS.items():
+        named[name] = ours(f"flash, {path.value} kernels", AttentionConfig("flash", path=path))
     for backend in (SDPABackend.flash, SDPABackend.efficient, SDPABackend.cudnn, SDPABackend.math):
         build = from_registry(AttentionConfig("sdpa", backend=backend))
         named[f"sdpa-{backend.value}"] = Candidate(f"sdpa {backend.value}", build)

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.kernels.compiler import REGISTERS, SHARED, Kernel, Report
 from bench.kernels.grid import changed, compile_all, kernels, one_of_each_kind
-from bench.kernels.record import FILE, Entry, Figures, Record, digests_of_files
+from bench.kernels.record import FILE, Entry, Figures, Record
 
 NEW = Figures("", REGISTERS, 0, 0, 0)  # the bound of a kernel that is not in the record
 
@@ -71,7 +71,7 @@ def renewed(record: Record, today: dict[str, Kernel], reports: dict[str, Report]
         if name in reports:
             versions[version] = reports[name].figures
         entries[name] = Entry(kernel.sources, versions)
-    return Record(digests_of_files(), entries)
+    return Record(entries)
 
 
 def other_code(record: Record, reports: dict[str, Report], version: str) -> Iterator[str]:

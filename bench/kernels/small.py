@@ -1,4 +1,4 @@
-"""Launches of the kernels of the cache, of the model and of bench.attention.softmax."""
+"""Launches of the kernels of the cache, of the model and of the exchange between GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from attention import Cache, Score
 from attention.decode import write_kernel
 from attention.flash.decode import run_decode
 from attention.spec import Spec
-from bench.attention import softmax
 from bench.kernels.compiler import Launch
 from bench.kernels.plain import EVERYTHING
 from model.dropout_kernel import launch_draw_bits
@@ -63,8 +62,6 @@ def launches(architecture: int) -> Iterator[Launch]:
             f"exchange/sm{architecture}/sum-{str(dtype).split('.')[1]}",
             partial(launch_add_pairwise, terms, torch.empty(2**20)),
         )
-    for kind in softmax.KERNELS:
-        yield Launch(f"softmax/sm{architecture}/{kind}", partial(softmax.softmax, torch.empty(10, 4000), kind))
 
 
 def append_and_attend(dtype: torch.dtype, page: int | None) -> None:

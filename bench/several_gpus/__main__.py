@@ -17,8 +17,9 @@
               stream in bf16: a single step, whose time includes compiling
 
 Steps run without waiting for each other, as in train.py; a speed is the median of several groups of steps. Each number
-of GPUs is one torchrun of this file. A case's row goes to bench/results/several-gpus-<device>.json at its end. A case
-with a sequence of 131,072 tokens or more also writes a row after its first step, whose time includes compiling.
+of GPUs is one torchrun of this file. A case's row goes to bench/results/several-gpus-<device>.json at its end, and a
+table beside it. A case with a sequence of 131,072 tokens or more also writes a row after its first step, whose time
+includes compiling.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ import torch
 from attention import AttentionConfig, build_attention
 from bench.machine import device_name, require_gpu
 from bench.measure import release
-from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
+from bench.record import Recorder, Row, command_line, command_of, measurement, read, result_file, write_table
 from bench.runs import python
 from bench.several_gpus.cases import ALONE, KINDS, MODELS, Case, cases
+from bench.several_gpus.views import speeds
 from data.batches import Batch
 from model.config import GPTConfig, Positions
 from model.gpt import GPT, Computation
@@ -231,7 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command = shlex.join(command_of(parser, arguments))
         if python([*ranks, "--rank-of", str(path), "--cases", *args.cases, "--command", command]):
             failed.append(gpus)
-    print(f"wrote {path}")
+    if path.exists():
+        write_table(path.with_suffix(".md"), speeds(read(path)), path)
+        print(f"wrote {path} and its table")
     if failed:
         parser.exit(1, f"not every case ended on {' and '.join(map(str, failed))} GPUs; see above\n")
 

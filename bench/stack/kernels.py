@@ -36,18 +36,17 @@ TARGETS = {
     "sm_90a": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "sm_120": GPUTarget("cuda", 120, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 B, H, T, D = 1, 2, 4096, 128
 
 
-def calls(nvidia: bool) -> Iterator[KernelCall]:
-    """A causal call, and one with every score option and dropout; on AMD without soft cap and dropout: they use PTX."""
+def calls() -> Iterator[KernelCall]:
+    """A causal call, and one with every score option and dropout."""
     yield KernelCall(Spec(Score(), D**-0.5), Inputs())
     documents, per_head = torch.zeros(B, T, dtype=torch.int32), torch.zeros(H)
-    score = Score(window=1024, soft_cap=50.0 if nvidia else None, alibi=True, sinks=True)
-    spec = Spec(score, D**-0.5, documents=True, offsets=True, threshold=drop_threshold(0.1 if nvidia else 0.0))
-    key = DropoutKey(1, 2, 3, 4).pack(torch.device("cpu")) if nvidia else None
+    score = Score(window=1024, soft_cap=50.0, alibi=True, sinks=True)
+    spec = Spec(score, D**-0.5, documents=True, offsets=True, threshold=drop_threshold(0.1))
+    key = DropoutKey(1, 2, 3, 4).pack(torch.device("cpu"))
     yield KernelCall(spec, Inputs(key, per_head, per_head, documents, documents), q_start=3, k_start=2)
 
 
@@ -58,8 +57,6 @@ def compiling(target: GPUTarget) -> Iterator[list[str]]:
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if target.backend == "hip":
-            options.pop("maxnreg", None)  # ptxas's
         run(self, *args, grid=grid, warmup=True, **options)
         compiled.append(self.fn.__name__)
 
@@ -68,12 +65,10 @@ def compiling(target: GPUTarget) -> Iterator[list[str]]:
         get_current_device=lambda: str(target.arch),  # Triton caches kernels by device
         get_current_stream=lambda device: 0,
     )
-    # Tiles by addresses, as for 8.0, spill less for gfx942 than by descriptors.
-    capability = divmod(target.arch, 10) if target.backend == "cuda" else (8, 0)
     triton.runtime.driver.set_active(driver)
     with (
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(gpu, "capability", return_value=capability),
+        mock.patch.object(gpu, "capability", return_value=divmod(target.arch, 10)),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)),
     ):
         yield compiled
@@ -86,7 +81,7 @@ def compile_for(name: str) -> dict[str, Any]:
     with compiling(target) as compiled:
         try:
             for path in ("plain", "hopper") if name == "sm_90a" else ("plain",):
-                for call in calls(target.backend == "cuda"):
+                for call in calls():
                     q, k, v, out, do, *gradients = (torch.zeros(B, H, T, D, dtype=torch.bfloat16) for _ in range(8))
                     PATHS[path].forward(q, k, v, out, call)
                     PATHS[path].backward(do, q, k, v, out, rows_like(q), Gradients(*gradients), call)

@@ -8,9 +8,10 @@
     python -m bench.train_step -- training.residual_in_fp32=false    further overrides for train.py: another column
 
 Every cell is a run of train.py in a separate process: 124M parameters and 32,768 tokens per step, with data loading,
-logging and clipping. The median step counts. Running out of memory is a result. Results go to
-bench/results/train-step-<device>.json after each cell. Runs at the same time need a folder each (--results). nanoGPT's
-figures come from `python -m bench.train_step.nanogpt` on the same kind of device.
+logging and clipping. The median step counts. Running out of memory is a result. Rows go to
+bench/results/train-step-<device>.json after each cell, and tables beside it, without dropout and with. Runs at the same
+time need a folder each (--results). nanoGPT's figures come from `python -m bench.train_step.nanogpt` on the same kind
+of device.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import torch
 
 from bench.attention.__main__ import positive, rate
 from bench.machine import device_name, require_gpu
-from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
+from bench.record import Recorder, Row, command_line, command_of, measurement, read, result_file, write_table
 from bench.runs import train
 from bench.train_step.nanogpt import DROPOUTS, SHAPES, batch_and_length
-from bench.train_step.views import ATTENTIONS, IDENTITY, gpus, result
+from bench.train_step.views import ATTENTIONS, IDENTITY, gpus, result, table
 from model.config import Recompute
 
 SHOWN = (
@@ -104,6 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = result_file(args.name, device_name(device), args.results)
     with Recorder(path, IDENTITY, measurement(command_of(parser, arguments), device)) as recorder:
         failed = measure_all(cells, recorder, partial(measure, steps=args.steps))
+    theirs = result_file("nanogpt", device_name(device), args.results)
+    rows = read(path)
+    for dropout in sorted({row["dropout"] for row in rows}):
+        file = result_file(args.name + ("-dropout" if dropout else ""), device_name(device), args.results)
+        write_table(file.with_suffix(".md"), table(rows, read(theirs), dropout), path, theirs)
     print(f"results: {path}")
     return failed
 

@@ -5,7 +5,7 @@
     python -m tests.attention.faults --right 5           the same with all inputs of the check: an hour
 
 The first writes bench/results/attention-faults-<CPU>.json and the others attention-right-<CPU>.json, and each goes on
-where it stopped at the same commit. `make tables` prints them in docs/check.md.
+where it stopped at the same commit. A table beside it counts its rows, and `make tables` pastes it into docs/check.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from attention import AttentionConfig, AttentionShape, DropoutKey, build_attenti
 from attention.check.cli import check
 from attention.check.printing import Report
 from attention.check.subject import ours
-from bench.record import Recorder, measurement, result_file
+from bench.markdown import table
+from bench.record import Recorder, measurement, read, result_file, write_table
 from data.batches import Batch
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -139,6 +140,29 @@ def right_rows(name: str, seed: int, quick: bool) -> list[Row]:
     return [row | check | probed(Fault(config), row["dtype"], seed) for row in rows]
 
 
+CAUGHT: dict[str, Callable[[Row], bool]] = {
+    "`gpt-attention check` in that precision alone": lambda row: bool(row["check"]),
+    "`gpt-attention check` in all three precisions": lambda row: bool(row["check_higher"]),
+    "the probe of a run in that precision": lambda row: row["warned"] is not None,
+    "its calls of each layer in that precision alone": lambda row: not row["layers"] <= 1,
+    "its comparison of whole models alone": lambda row: bool(row["whole_model"]),
+}
+ACCUSED: dict[str, Callable[[Row], bool]] = {
+    "accused by `gpt-attention check`": lambda row: bool(row["check"]),
+    "accused by the probe of a run": lambda row: row["warned"] is not None or bool(row["whole_model"]),
+    "with more than three quarters of the error that is allowed": lambda row: (
+        max(row["largest"], row["layers"], row["layers_higher"]) > 0.75
+    ),
+}
+
+
+def counts(rows: Sequence[Row], lines: dict[str, Callable[[Row], bool]]) -> str:
+    """A line for each question, with the number of rows of each precision for which the answer is yes."""
+    of = {dtype: [row for row in rows if row["dtype"] == dtype] for dtype in DTYPES}
+    head = ["", *(f"{dtype}, of {len(of[dtype])}" for dtype in DTYPES)]
+    return table(head, ([label, *(str(sum(map(true, of[x]))) for x in DTYPES)] for label, true in lines.items()))
+
+
 def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
@@ -192,6 +216,7 @@ def main() -> None:
     with Recorder(path, ("name", "dtype", "seed"), now) as recorder:
         jobs = faults_left(recorder) if asked.right is None else right_left(recorder, asked.right, asked.quick)
         measure(recorder, jobs)
+    write_table(path.with_suffix(".md"), counts(read(path), CAUGHT if asked.right is None else ACCUSED), path)
 
 
 if __name__ == "__main__":

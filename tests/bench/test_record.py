@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.kernels import GROUPS, kernel_digests
-from bench.machine import ROOT
-from bench.record import RESULTS, Recorder, Row, measurement, read, result_file
+from bench.record import RESULTS, Recorder, Row, measurement, read, result_file, write_table
 
 CPU = torch.device("cpu")
 
@@ -29,7 +27,6 @@ def test_a_row_has_its_measurement(tmp_path: Path) -> None:
     assert found["command"] == "python -m bench.some --text 'a b'"
     assert found["versions"]["torch"] == torch.__version__
     assert found["sizes"] == {"tokens": 4}
-    assert found["kernels"] == kernel_digests()
     assert found["date"] <= found["ended"]
 
 
@@ -89,7 +86,7 @@ def test_rows_of_one_problem_are_replaced_together(tmp_path: Path) -> None:
 
 
 def test_every_result_file_is_readable_and_names_its_measurements() -> None:
-    for path in RESULTS.iterdir():
+    for path in RESULTS.glob("*.json"):
         rows = read(path)
         assert rows, path
         for row in rows:
@@ -99,18 +96,20 @@ def test_every_result_file_is_readable_and_names_its_measurements() -> None:
             assert head["date"]
 
 
-def test_the_digest_of_a_group_changes_with_its_sources_alone(tmp_path: Path) -> None:
-    for paths in GROUPS.values():
-        for path in paths:
-            assert (ROOT / path).exists(), path
-            (tmp_path / path).mkdir(parents=True, exist_ok=True) if (ROOT / path).is_dir() else None
-            file = tmp_path / path / "a.py" if (ROOT / path).is_dir() else tmp_path / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("kernel = 1\n")
-    before = kernel_digests(tmp_path)
-    (tmp_path / "model/softmax_kernel.py").write_text("kernel = 2\n")
-    after = kernel_digests(tmp_path)
-    assert {group for group in GROUPS if before[group] != after[group]} == {"model"}
+def test_a_table_says_where_and_when_its_rows_were_measured_and_names_each_command_once(tmp_path: Path) -> None:
+    files = tmp_path / "ours.json", tmp_path / "theirs.json"
+    for file, device, day in ((files[0], "GPU", 1), (files[0], "GPU", 3), (files[1], "CPU", 2)):
+        head = now(device=device, date=f"2026-11-0{day}T10:00", commit="abc", command=f"python -m bench.{file.stem}")
+        Recorder(file, ("name",), head).add({"name": f"{day}, first"}, {"name": f"{day}, second"})
+    write_table(tmp_path / "ours.md", "| ms |\n| --- |\n| 1 |", *files)
+    assert (tmp_path / "ours.md").read_text().split("\n\n") == [
+        "| ms |\n| --- |\n| 1 |",
+        "GPU, 2026-11-01 to 2026-11-03; CPU, 2026-11-02",
+        "- `python -m bench.ours`: GPU, torch 2, 2026-11-01, commit abc\n"
+        "- `python -m bench.ours`: GPU, torch 2, 2026-11-03, commit abc\n"
+        "- `python -m bench.theirs`: CPU, torch 2, 2026-11-02, commit abc",
+        "Rows: [ours.json](ours.json), [theirs.json](theirs.json)\n",
+    ]
 
 
 def test_a_file_that_is_no_result_ends_in_a_sentence(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import AttentionConfig, Cache, Score, build_attention
-from bench.generate.decode import paged
 from tests.attention.reference import Case, formula
 from tests.gpu.graphs import captured
 
@@ -37,6 +36,16 @@ CASES = [
     (111, torch.float32, "everything"),
     (256, torch.bfloat16, "everything"),
 ]
+
+
+def paged(cache: Cache, size: int) -> Cache:
+    """The tokens of a contiguous cache in pages of `size`, in random order."""
+    B, H_kv, L, D = cache.k.shape
+    numbers = torch.randperm(B * L // size, device=cache.k.device)
+    k, v = torch.empty(2, len(numbers), H_kv, size, D, dtype=cache.k.dtype, device=cache.k.device)
+    for pages, rows in ((k, cache.k), (v, cache.v)):
+        pages[numbers] = rows.view(B, H_kv, -1, size, D).transpose(1, 2).flatten(0, 1)
+    return Cache(k, v, cache.lengths, numbers.view(B, -1).int())
 
 
 def flash():

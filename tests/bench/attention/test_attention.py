@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from importlib import import_module
 
 import pytest
@@ -11,12 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench.attention.__main__
-import bench.attention.cells
 from attention import UnsupportedAttention
 from bench.attention.__main__ import main
-from bench.attention.cells import try_out, with_ratios
+from bench.attention.cells import with_ratios
 from bench.attention.peers import Candidate, Problem, candidates, from_package, installed
-from bench.attention.time_budget import TimeBudget, TooSlow
 from bench.record import read
 
 SIZES = {"device": "cpu", "dtype": "fp32", "tokens": 64, "hidden": 16, "heads": 8, "masks": "causal", "seconds": 0.001}
@@ -178,31 +175,6 @@ def test_ratios_are_to_the_fastest_of_the_others():
         for name, speed in {"flash": 300.0, "sdpa": 200.0, "flex": 150.0}.items()
     ]
     assert [row["forward"]["of_fastest_peer"] for row in with_ratios(rows)] == [1.5, 1.0, 0.75]
-
-
-def test_a_length_predicted_to_be_too_slow_is_skipped():
-    def row(length: int, step_s: float | None = None) -> dict:
-        return {"name": "a", "head_size": 8, "variant": "causal", "dropout": 0.0, "length": length} | (
-            {} if step_s is None else {"step_s": step_s}
-        )
-
-    budget = TimeBudget(limit_s=1.0)
-    budget.check(row(4096))  # nothing is known yet
-    budget.learn([row(1024, 0.1)])
-    budget.check(row(2048))
-    with pytest.raises(TooSlow, match=r"one step took 0.1 s at 1024 tokens and may take 1.6 s here"):
-        budget.check(row(4096))
-    budget.learn([row(2048, 0.2)])  # linear, it turns out
-    budget.check(row(8192))
-    with pytest.raises(TooSlow):
-        budget.check(row(16384))
-
-
-def test_the_time_of_a_step_is_without_what_comes_before_it(monkeypatch):
-    monkeypatch.setattr(bench.attention.cells, "release", lambda device: time.sleep(0.5))
-    problem = Problem(B=1, H=1, T=16, D=8, variant="causal", dropout=0.0, dtype=torch.float32, device=CPU)
-    row = try_out(candidates()["naive"].build(problem), *problem.tensors(), expected=None, device=CPU)
-    assert row["step_s"] < 0.5
 
 
 PACKAGE = """

@@ -5,19 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench.record import Recorder, read
-from bench.several_gpus.__main__ import IDENTITY, Progress, main, record, train_in_groups
+from bench.several_gpus.__main__ import IDENTITY, Progress, record, train_in_groups
 from bench.several_gpus.cases import KINDS, Case, cases
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([])
-    assert stopped.value.code == 2
-    assert "needs a CUDA GPU" in capsys.readouterr().err
+from bench.several_gpus.views import speeds
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
@@ -60,3 +52,19 @@ def test_progress_shows_the_median_so_far_and_that_the_first_steps_compiled() ->
     ]  # fmt: skip
     single = Case("million", "heads", 2**20, 1, groups=1, group=1, first=0)
     assert [*train_in_groups(single, lambda step, count: 120.0)] == [Progress(1, 120.0, True)]
+
+
+def test_the_table_has_multiples_of_one_gpu_and_says_where_bits_differ() -> None:
+    fields = {"kind": "bits", "name": "shard", "seq_len": 1024, "peak_allocated_gib": 12.0, "compiles": False}
+    rows = [
+        fields | {"gpus": 1, "tokens_per_s": 5e5, "digest": "a"},
+        fields | {"gpus": 2, "tokens_per_s": 9e5, "digest": "a"},
+        fields | {"gpus": 4, "tokens_per_s": 1.9e6, "digest": "b"},
+        fields | {"kind": "four", "gpus": 4, "tokens_per_s": 5e3, "compiles": True},
+    ]  # fmt: skip
+    assert speeds(rows).splitlines()[2:] == [
+        "| bits, shard | 1 | 1,024 | 500,000 | | 12.0 | |",
+        "| bits, shard | 2 | 1,024 | 900,000 | 1.80 | 12.0 | yes |",
+        "| bits, shard | 4 | 1,024 | 1,900,000 | 3.80 | 12.0 | no |",
+        "| four, shard | 4 | 1,024 | 5,000 with compiling | | 12.0 | |",
+    ]

@@ -1,21 +1,16 @@
-"""The benchmark of training steps: the overrides it gives train.py, and the rows and figures made of the results."""
+"""The benchmark of training steps: the overrides it gives train.py, and the rows and tables made of the results."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from bench.record import RESULTS, Recorder, Row, read
+from bench.record import Recorder, Row, read
 from bench.train_step.__main__ import main, measure_all, overrides
 from bench.train_step.nanogpt import SHAPES
-from bench.train_step.views import ATTENTIONS, IDENTITY, beside, chart, column, length
-from recipe.drawing import scheme
+from bench.train_step.views import ATTENTIONS, IDENTITY, column, table
 from recipe.run import compose
-
-NANOGPT = read(RESULTS / "nanogpt-nvidia-h200.json")
 
 
 def row(attention: str, shape: str = "32x1024", dropout: float = 0.0, speed: float = 600_000, **other: Any) -> Row:
@@ -34,29 +29,21 @@ def test_every_cell_is_a_command_that_train_accepts(attention, dropout):
         assert (config.training.steps, config.training.recompute.value) == (60, "block")
 
 
-def drawn(rows: list[Row], theirs: list[Row], dropout: float) -> Figure:
-    figure = Figure()
-    chart(rows, theirs, dropout).draw(figure, scheme(dark=False))
-    return figure
-
-
-@pytest.mark.parametrize("given", ["score.window=1024", "data.documents=mask"])
-def test_steps_that_see_other_keys_are_in_no_figure(given):
-    other = row("flash", speed=1.0, extra=[given])
-    (line,) = drawn([row("flash"), other], [], 0.0).axes[0].get_lines()
-    assert line.get_ydata() == [600.0]
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_equal_speeds_are_drawn_at_the_same_height(dropout):
-    """nanoGPT's and ours, on axes in thousands of tokens per second."""
-    theirs = [r for r in NANOGPT if r["dropout"] == dropout]
-    ours = [row("flash", r["shape"], dropout, r["tokens_per_s"]) for r in theirs]
-    lines = drawn(ours, theirs, dropout).axes[0].get_lines()
-    assert len(lines) == len({column(r) for r in beside(ours, theirs)}) == 2
-    for line in lines:
-        assert np.asarray(line.get_xdata()).tolist() == sorted(length(r) for r in theirs)
-        assert line.get_ydata() == pytest.approx(sorted((r["tokens_per_s"] / 1000 for r in theirs), reverse=True))
+def test_the_table_has_each_kind_of_step_beside_nanogpts_of_the_same_shape_and_rate() -> None:
+    theirs: list[Row] = [
+        {"shape": shape, "dropout": dropout, "status": "completed", "tokens_per_s": 500_000, "peak_allocated_gib": 21.9}
+        for shape in ("32x1024", "16x2048") for dropout in (0.0, 0.1)
+    ]  # fmt: skip
+    steps = [
+        row("sdpa", "4x8192", status="out_of_memory"), row("flash", dropout=0.1, speed=1.0), row("flash"),
+        row("flash", extra=["training.compile=false"], speed=610_400), row("flash", speed=1e6, gpus=2),
+    ]  # fmt: skip
+    assert table(steps, theirs, 0.0).splitlines() == [
+        "| dropout 0: thousand tokens/s (GiB) | nanoGPT | flash | flash compile=false | flash on 2 GPUs | sdpa |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| 32 x 1,024 | 500 (21.9) | 600 (11.0) | 610 (11.0) | 1,000 (11.0) | |",
+        "| 4 x 8,192 | | | | | out of memory |",
+    ]
 
 
 @pytest.fixture
