@@ -4,7 +4,7 @@
     python compare.py multirun/2026-11-20/10-00-00
     python compare.py outputs/2026-11-20/10-00-00-naive outputs/2026-11-20/10-05-00-flash out=comparison
 
-Reads run folders alone: no GPU, no W&B, no network. Writes index.html (one page, figures within), report.md, figures/
+Reads run folders alone: no GPU, no W&B, no network. Writes index.html (one page, figures within), figures/
 (PNG, light and dark), and runs.csv.
 
     <folder> ...          run folders, or folders that hold some (a sweep)

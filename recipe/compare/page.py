@@ -1,8 +1,7 @@
-"""The report: one self-contained page of HTML, and the same as Markdown, figures and CSV next to it."""
+"""The report: one self-contained page of HTML, with its figures and the runs as CSV next to it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -63,7 +62,7 @@ class Report(NamedTuple):
 
 
 def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report:
-    """Write index.html, report.md, runs.csv and figures/ into `out`.
+    """Write index.html, runs.csv and figures/ into `out`.
 
     reference  the label of the implementation that the others are compared with
     """
@@ -96,31 +95,20 @@ def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report
 
 
 def write_page(report: Report, out: Path, csv: str, **shown: Any) -> None:
-    """Write index.html, report.md and runs.csv.
+    """Write index.html and runs.csv.
 
     csv    the runs as numbers
     shown  values for the template of the method
     """
     shown["report"] = report
     light, dark = Markup(css_variables(dark=False)), Markup(css_variables(dark=True))
-    page = _environment(autoescape=True).get_template("index.html.j2").render(shown, light=light, dark=dark)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, autoescape=True,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    page = environment.get_template("index.html.j2").render(shown, light=light, dark=dark)
     (out / "index.html").write_text(page, encoding="utf-8")
-    markdown = _environment(finalize=escape_markdown).get_template("report.md.j2").render(shown)
-    (out / "report.md").write_text(markdown, encoding="utf-8")
     (out / "runs.csv").write_text(csv, encoding="utf-8")
-
-
-def _environment(**options: Any) -> jinja2.Environment:
-    options |= {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    return jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, **options)
-
-
-def escape_markdown(value: Any) -> str:
-    """Text that Markdown shows unchanged: without markup, HTML, or the end of a cell or line. Markup stays as it is."""
-    if isinstance(value, Markup):
-        return str(value)
-    text = re.sub(r"([\\`*<>\[\]|~]|&(?=#|\w+;)|(?<!\w)_|_(?!\w))", r"\\\1", str(value))
-    return " ".join(text.split("\n"))
 
 
 def _section(

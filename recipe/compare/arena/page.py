@@ -10,7 +10,15 @@ from recipe.compare.arena.figures import arena_charts, forest
 from recipe.compare.arena.race import race
 from recipe.compare.arena.results import Arena, Comparison, Reading, compare_arms
 from recipe.compare.arena.statistics import ALPHA
-from recipe.compare.arena.tables import cost_table, lr_table, plan_table, probe_table, race_table, verdict_table
+from recipe.compare.arena.tables import (
+    cost_table,
+    lr_table,
+    plan_table,
+    probe_table,
+    race_table,
+    size_table,
+    verdict_table,
+)
 from recipe.compare.arena.text import arena_answer, departures, go_on, lr_warnings
 from recipe.compare.page import Report, Section, draw, sources_of, subtitle, write_page
 from recipe.compare.runs import RunSet
@@ -25,7 +33,7 @@ RESULTS, VERDICTS = "arena.json", "verdicts.csv"
 
 
 def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> Report:
-    """Write index.html, report.md, arena.json, verdicts.csv, runs.csv and figures/ into `out`.
+    """Write index.html, arena.json, verdicts.csv, runs.csv and figures/ into `out`.
 
     folder  of the sweep, which the command that goes on names
     """
@@ -35,6 +43,7 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
     run = run_set.runs[0]
     tables = (
         verdict_table(arena),
+        size_table(arena),
         race_table(arena),
         cost_table(arena),
         probe_table(arena),

@@ -14,22 +14,25 @@ from recipe.files import number
 
 
 class Race(NamedTuple):
-    """The cost with which an arm reaches the baseline's final loss at the same seed, over the seeds that reach it.
+    """The cost with which an arm reaches the baseline's final loss at the same seed.
 
-    tokens, seconds  means; seconds of training alone
-    less             the baseline's tokens over the arm's, and its seconds over the arm's: geometric means
+    reached          seeds that do, of `pairs`
+    tokens, seconds  means over these seeds; seconds of training alone
+    less             the baseline's tokens over the arm's, and its seconds over the arm's: geometric means. None unless
+                     all seeds reach the loss, as the others would have cost more
     """
 
     reached: int
+    pairs: int
     tokens: float
     seconds: float
-    less: tuple[float, float]
+    less: tuple[float, float] | None
 
 
 def race(arm: ArmRuns, baseline: ArmRuns) -> Race | None:
     """None where no seed reaches the loss, or nothing is known of the steps' time."""
-    costs = []
-    for run, other in pairs_of(arm.runs, baseline.runs).values():
+    costs, pairs = [], pairs_of(arm.runs, baseline.runs)
+    for run, other in pairs.values():
         target, milliseconds = result(other), [one.median("throughput/step_ms") for one in (run, other)]
         step = None if target is None else step_to(run, target)
         tokens = number(run.summary.get("tokens"))
@@ -41,7 +44,8 @@ def race(arm: ArmRuns, baseline: ArmRuns) -> Race | None:
         return None
     tokens_to, seconds, *less = zip(*costs, strict=True)
     fewer, faster = map(statistics.geometric_mean, less)
-    return Race(len(costs), statistics.fmean(tokens_to), statistics.fmean(seconds), (fewer, faster))
+    ratios = (fewer, faster) if len(costs) == len(pairs) else None
+    return Race(len(costs), len(pairs), statistics.fmean(tokens_to), statistics.fmean(seconds), ratios)
 
 
 def step_to(run: Run, target: float) -> float | None:

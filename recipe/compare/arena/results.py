@@ -284,3 +284,38 @@ def difference_curves(comparison: Comparison) -> tuple[NDArray[np.int64], NDArra
         steps = np.intersect1d(steps, curve.steps)
     values = [curve.values[np.isin(curve.steps, steps)] for curve in curves]
     return steps, np.array(values).reshape(len(curves), len(steps))
+
+
+class SizeDifference(NamedTuple):
+    """The differences of an arm to the baseline at a size, by seed, and the arm's operations of a run."""
+
+    size: int | None
+    operations: float
+    differences: dict[int, float]
+
+
+def differences_by_size(arena: Arena, arm: str) -> list[SizeDifference]:
+    """The finite differences of the final losses at each size that has one."""
+    plan, sizes = arena.plan, dict[int | None, SizeDifference]()
+    runs = {(one.size, one.arm, one.seed): arena.runs.get(one.number) for one in plan.seed_runs()}
+    for (size, name, seed), run in runs.items():
+        other = runs[size, plan.baseline, seed]
+        if name != arm or run is None or other is None:
+            continue
+        ours, theirs = result(run), result(other)
+        flops, tokens = (number(run.summary.get(key)) for key in ("flops_per_token", "tokens"))
+        if ours is None or theirs is None or not math.isfinite(ours + theirs) or not flops or not tokens:
+            continue
+        at_size = sizes.setdefault(size, SizeDifference(size, flops * tokens, {}))
+        at_size.differences[seed] = ours - theirs
+    return list(sizes.values())
+
+
+def slope(sizes: Sequence[SizeDifference]) -> Paired | None:
+    """The change of the difference with ten times the operations: a line for each seed, by least squares."""
+    if len(sizes) < 2:
+        return None
+    seeds = sorted(set.intersection(*(set(one.differences) for one in sizes)))
+    x = [math.log10(one.operations) for one in sizes]
+    slopes = [np.polyfit(x, [one.differences[seed] for one in sizes], 1)[0] for seed in seeds]
+    return paired(slopes) if len(slopes) > 1 else None

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from recipe.compare.arena.race import race
-from recipe.compare.arena.results import Arena, ArmRuns
+from recipe.compare.arena.results import Arena, ArmRuns, differences_by_size, slope
 from recipe.compare.arena.statistics import ALPHA, Paired, paired
 from recipe.compare.costs import attention_alone, median_of
 from recipe.compare.tables import DASH, Table, count, loss, memory, table
@@ -93,12 +93,15 @@ def race_table(arena: Arena) -> Table:
         if times is None:
             rows.append([name, "0", *[DASH] * 4])
             continue
-        fewer, faster = (f"{ratio:.2f}" for ratio in times.less)
-        rows.append([name, str(times.reached), count(times.tokens), fewer, f"{times.seconds:.1f} s", faster])
+        fewer, faster = (f"{ratio:.2f}" for ratio in times.less) if times.less else (DASH, DASH)
+        rows.append(
+            [name, f"{times.reached} of {times.pairs}", count(times.tokens), fewer, f"{times.seconds:.1f} s", faster]
+        )
     columns = ["arm", "seeds that reach it", "tokens", "times fewer tokens", "time of training", "times faster"]
     caption = (
         "Seed by seed: the baseline's final validation loss is the target, and an arm's curve is read where it first "
-        "reaches it, on straight lines between evaluations. Time is that of the steps, without evaluations and "
+        "reaches it, on straight lines between evaluations. Tokens and times are means over the seeds that reach it, and "
+        "there is no ratio unless all do. Time is that of the steps, without evaluations and "
         "compilation. training.target_loss ends a run there."
     )
     return table("race", "To the baseline's loss", columns, rows, caption)
@@ -166,6 +169,26 @@ def _finals(arm: ArmRuns, metric: str) -> dict[int, float]:
 
 def bounds_of(test: Paired | None) -> str:
     return DASH if test is None else plus_minus(test.mean, test.interval(ALPHA))
+
+
+def size_table(arena: Arena) -> Table | None:
+    """The difference of each arm to the baseline at each size, and its slope; None in an arena without sizes."""
+    rows = []
+    for arm in arena.plan.others if arena.plan.sizes else ():
+        sizes = differences_by_size(arena, arm)
+        for one in sizes:
+            gaps = list(one.differences.values())
+            test = paired(gaps) if len(gaps) > 1 else None
+            rows.append([arm, f"{one.size} layers", f"{one.operations:.3g}", str(len(gaps)), bounds_of(test)])
+        change = slope(sizes)
+        seeds = DASH if change is None else str(change.n)
+        rows.append([arm, "slope", "times ten", seeds, bounds_of(change)])
+    columns = ["arm", "size", "operations of a run", "seeds", "difference"]
+    caption = (
+        "Differences in the final validation loss, paired by seed, with 95 % intervals of one arm. The slope is the "
+        "change of the difference with ten times the operations: a line for each seed. Verdicts are about the largest."
+    )
+    return table("sizes", "Does it hold when the model grows?", columns, rows, caption) if rows else None
 
 
 def plan_table(arena: Arena) -> Table:

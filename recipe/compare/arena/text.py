@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data.errors import first_few
 from recipe.compare.answers import Answer
-from recipe.compare.arena.results import Arena, ArmRuns, Comparison, Interval
+from recipe.compare.arena.results import Arena, ArmRuns, Comparison
 from recipe.compare.arena.statistics import ALPHA, POWER, Verdict
 from recipe.compare.runs import Run
 from recipe.compare.sweeps import comparison_key
@@ -16,11 +16,10 @@ from recipe.wording import listed, percent
 
 # The word between an arm and the baseline.
 LINKS = {Verdict.better: " than", Verdict.worse: " than", Verdict.equivalent: " to", Verdict.undecided: " against"}
-ALIKE = 0.01  # parameter counts that differ by less than this are not mentioned
 
 
 def arena_answer(arena: Arena) -> Answer:
-    """The verdicts in a sentence, and one sentence or more on each arm."""
+    """The verdicts in a sentence, and one on each arm."""
     clauses: list[str] = []
     for verdict, link in LINKS.items():
         names = [comparison.arm.name for comparison in arena.comparisons if comparison.verdict is verdict]
@@ -33,81 +32,28 @@ def arena_answer(arena: Arena) -> Answer:
     return Answer(
         headline,
         tone,
-        [(comparison.arm.name, " ".join(sentences(comparison, arena))) for comparison in arena.comparisons],
+        [(comparison.arm.name, f"{sentence(comparison, arena)}.") for comparison in arena.comparisons],
     )
 
 
-def sentences(comparison: Comparison, arena: Arena) -> list[str]:
-    """One arm in sentences: its verdict with the interval, its costs, and the seeds that would decide it."""
-    lines = [_verdict(comparison, arena)]
+def sentence(comparison: Comparison, arena: Arena) -> str:
+    """The difference of an arm with the interval that decides, what it lacks, and the seeds that would decide."""
+    parts = []
+    if comparison.test is None or comparison.interval is None:
+        parts.append("fewer than two pairs of seeds have a finite loss")
+    else:
+        low, high = comparison.interval
+        parts.append(f"{comparison.test.mean:+.4f}, interval {low:+.4f} to {high:+.4f}")
     if comparison.missing:
-        lines.append(f"{_of_seeds(len(comparison.missing), arena)} have no result yet, so there is no verdict.")
+        parts.append(f"{len(comparison.missing)} of {len(arena.plan.seeds)} seeds have no result yet")
     for who in (comparison.arm, comparison.baseline):
         if who.diverged:
-            lines.append(f"{who.name} diverged with {_seeds(who.diverged)}, which counts as an infinite loss.")
-    lines += [sentence for sentence in (_equal_cost(comparison), _parameters(comparison)) if sentence]
-    if comparison.verdict is Verdict.undecided and not comparison.missing:
-        share = percent(arena.plan.margin)
-        if comparison.more:
-            more = f"{comparison.more} more seed{'s' if comparison.more > 1 else ''}"
-            lines.append(f"{more} would find {share} with a power of {percent(POWER)}.")
-        elif comparison.test and not comparison.diverged:
-            lines.append(f"No thousand seeds would find {share}: raise arena.margin, or train longer.")
-    return lines
-
-
-def _verdict(comparison: Comparison, arena: Arena) -> str:
-    name = comparison.verdict.value.capitalize()
-    if comparison.test is None or comparison.interval is None:
-        return f"{name}: fewer than two pairs of seeds have a finite loss."
-    mean = float(comparison.test.mean)
-    corrected = "" if comparison.level == ALPHA else "corrected "
-    bounds = f"{corrected}95 % interval {_bounds(comparison.interval)}"
-    if comparison.diverged:
-        return f"{name}, by the ranks of the differences; where both are finite, the mean is {mean:+.4f}."
-    if comparison.verdict in (Verdict.better, Verdict.worse):
-        side = "lower" if mean < 0 else "higher"
-        share = "" if comparison.share is None else f"{percent(abs(comparison.share))}; "
-        return f"{name}: its loss is {abs(mean):.4f} {side} ({share}{bounds})."
-    inside = f", inside the margin of {percent(arena.plan.margin)}" if comparison.verdict is Verdict.equivalent else ""
-    return f"{name}: its loss differs by {mean:+.4f} ({bounds}){inside}."
-
-
-def _bounds(interval: Interval) -> str:
-    return f"{interval[0]:+.4f} to {interval[1]:+.4f}"
-
-
-def _equal_cost(comparison: Comparison) -> str:
-    """How the arm stands where it may cost no more than the baseline, where that is not as at equal tokens."""
-    parts = []
-    tokens = {Verdict.better: -1, Verdict.worse: 1}.get(comparison.verdict, 0)
-    for name, reading in (("time", comparison.time), ("FLOPs", comparison.flops)):
-        if reading is None or reading.sign == tokens:
-            continue
-        words = {-1: "better", 0: "no different", 1: "worse"}[reading.sign]
-        parts.append(f"at equal {name} it is {words} ({reading.mean:+.4f}, 95 % interval {_bounds(reading.interval)})")
-    if not parts:
-        same = [
-            name for name, reading in (("time", comparison.time), ("FLOPs", comparison.flops)) if reading is not None
-        ]
-        return f"The same holds at equal {listed(same)}." if same and tokens else ""
-    start = {-1: "It wins at equal tokens, but", 0: "But", 1: "It loses at equal tokens, but"}[tokens]
-    return f"{start} {listed(parts)}."
-
-
-def _parameters(comparison: Comparison) -> str:
-    ours, theirs = (arm.recorded("parameters") for arm in (comparison.arm, comparison.baseline))
-    if not ours or not theirs or abs(ours / theirs - 1) < ALIKE:
-        return ""
-    return f"It has {percent(abs(ours / theirs - 1))} {'more' if ours > theirs else 'fewer'} parameters."
-
-
-def _of_seeds(n: int, arena: Arena) -> str:
-    return f"{n} of {len(arena.plan.seeds)} seeds"
-
-
-def _seeds(seeds: Sequence[int]) -> str:
-    return f"seed{'s' if len(seeds) > 1 else ''} {first_few([str(seed) for seed in seeds])}"
+            seeds = f"seed{'s' if len(who.diverged) > 1 else ''} {first_few([str(seed) for seed in who.diverged])}"
+            parts.append(f"{who.name} diverged with {seeds}, which counts as an infinite loss")
+    if comparison.more and not comparison.missing:
+        more = f"{comparison.more} more seed{'s' if comparison.more > 1 else ''}"
+        parts.append(f"{more} would find {percent(arena.plan.margin)} with a power of {percent(POWER)}")
+    return "; ".join(parts)
 
 
 def departures(arena: Arena) -> list[str]:
