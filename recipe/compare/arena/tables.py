@@ -100,9 +100,9 @@ def race_table(arena: Arena) -> Table:
     columns = ["arm", "seeds that reach it", "tokens", "times fewer tokens", "time of training", "times faster"]
     caption = (
         "Seed by seed: the baseline's final validation loss is the target, and an arm's curve is read where it first "
-        "reaches it, on straight lines between evaluations. Tokens and times are means over the seeds that reach it, and "
-        "there is no ratio unless all do. Time is that of the steps, without evaluations and "
-        "compilation. training.target_loss ends a run there."
+        "reaches it, on straight lines between evaluations. Tokens and times are means over the seeds that reach it; "
+        "there is no ratio unless all do. Time is that of the steps, without evaluations and compilation. "
+        "training.target_loss ends a run there."
     )
     return table("race", "To the baseline's loss", columns, rows, caption)
 

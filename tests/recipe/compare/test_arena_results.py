@@ -176,9 +176,7 @@ def test_an_arm_that_reaches_the_loss_with_some_seeds_only_has_no_ratio(tmp_path
 def test_the_slope_is_the_mean_of_each_seeds_regression(tmp_path: Path) -> None:
     generator, operations = np.random.default_rng(0), [1e9, 3e10, 1e12]
     gaps = generator.normal(size=(3, 4))
-    sizes = [
-        SizeDifference(n, x, dict(enumerate(at_size))) for n, (x, at_size) in enumerate(zip(operations, gaps.tolist()))
-    ]
+    sizes = [SizeDifference(n, operations[n], dict(enumerate(at_size))) for n, at_size in enumerate(gaps.tolist())]
     slopes = [stats.linregress(np.log10(operations), of_seed).slope for of_seed in gaps.T]
     found = slope(sizes)
     assert found is not None
