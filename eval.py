@@ -69,7 +69,7 @@ from recipe.run.launch import refuse
 from recipe.run.wording import one_sentence
 from recipe.training.device import resolve_device
 from recipe.training.memory import oom_guard
-from recipe.training.recall.position_loss import PositionLoss
+from recipe.training.recall import PositionLoss
 
 # The options of data=... that choose a text. The others say how to train on it.
 OF_TEXT = ("data", "data.path", "data.text_field", "data.max_tokens")

@@ -68,11 +68,11 @@ from recipe.run.record import recorded_out_of_memory
 from recipe.run.resume import check_unused
 from recipe.run.run_folder import locked, read_summary
 from recipe.run.wording import one_sentence
-from recipe.training.config import TrainingConfig
 from recipe.training.device import Precision, computing_with, resolve_device
 from recipe.training.interruption import Interruption
 from recipe.training.loop import Run, fit
 from recipe.training.memory import cpu_memory_limit, oom_guard, too_large_model
+from recipe.training.options import TrainingConfig
 from recipe.training.step import Trainer
 
 

@@ -26,11 +26,11 @@ from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config, as_plain
 from recipe.run.metrics import MetricsFile
-from recipe.training.config import TrainingConfig
 from recipe.training.device import Precision
 from recipe.training.loop import compare
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
-from recipe.training.parity.probe import ParityConfig, ParityProbe
+from recipe.training.options import TrainingConfig
+from recipe.training.parity_probe import ParityConfig, ParityProbe
 from tests.wrong_attention import CLASSES, WRONG
 
 STEPS, B, T = 20, 4, 32

@@ -78,9 +78,10 @@ def test_a_configuration_that_an_experiment_computed_is_read(run):
     assert read_config(run).training.batch_size == 4
 
 
-def test_a_damaged_best_checkpoint_is_named_and_the_newest_taken(run, capsys):
-    (weights,) = (run / "checkpoints" / "step-00000005" / "model").iterdir()
-    with weights.open("r+b") as file:
+@pytest.mark.parametrize("name", ["model/*.safetensors", "manifest.json"])
+def test_a_damaged_best_checkpoint_is_named_and_the_newest_taken(run, capsys, name):
+    (damaged,) = (run / "checkpoints" / "step-00000005").glob(name)
+    with damaged.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")
     main([f"run={run}", "prompt=a", "tokens=5", "temperature=0.5", "top_k=20", "seed=3"])

@@ -35,11 +35,11 @@ from recipe.run.build import build_trainer, check_step_size
 from recipe.run.config import Config, ConfigError, as_plain
 from recipe.run.metrics import read_metrics
 from recipe.run.tracker import TrackingConfig, TrackingMode
-from recipe.training.config import TrainingConfig
 from recipe.training.device import Precision
 from recipe.training.memory import OutOfMemory
 from recipe.training.optimizer import ScheduleConfig
-from recipe.training.parity.probe import ParityConfig
+from recipe.training.options import TrainingConfig
+from recipe.training.parity_probe import ParityConfig
 from recipe.training.step import NonFiniteError, Trainer
 
 ROOT = Path(__file__).parents[1]

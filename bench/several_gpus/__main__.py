@@ -51,9 +51,9 @@ from recipe.distributed.ranks import from_every_rank, joined
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config
-from recipe.training.config import TrainingConfig
 from recipe.training.device import Precision
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.options import TrainingConfig
 from recipe.training.step import Trainer
 
 VOCAB, SEED = 50_257, 1337

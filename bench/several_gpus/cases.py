@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from model.config import Recompute
-from recipe.distributed.config import DataParallel, ParallelConfig
+from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.training.graphed_step import WARMUP_CALLS
 
 ALONE = "alone"  # the name of a case in which GPUs do not work together

@@ -1,4 +1,4 @@
-"""The probes' comparison of each layer's attention alone with fp64: see recipe/training/parity/layers.py."""
+"""The probes' comparison of each layer's attention alone with fp64: see recipe/training/parity_layers.py."""
 
 from __future__ import annotations
 

@@ -225,9 +225,9 @@ class GatherKeys(torch.autograd.Function):
         every = collectives.wait_tensor(all_gather(kv.contiguous()[None], 0, group))  # (W, 2, B, H_kv, T / W, D)
         parts = [part for rank in every.unbind() for part in rank.chunk(2, dim=3)]
         order = _positions(W)
-        whole = torch.cat([parts[order.index(i)] for i in range(2 * W)], dim=3)
+        every_row = torch.cat([parts[order.index(i)] for i in range(2 * W)], dim=3)
         # Not `contiguous`, which may return a view: in code that torch 2.11 compiles, a view gets no gradient.
-        return whole[..., :near, :].clone(), whole[..., :far, :].clone()
+        return every_row[..., :near, :].clone(), every_row[..., :far, :].clone()
 
     @staticmethod
     def backward(ctx: Any, d_near: Tensor, d_far: Tensor) -> tuple[Tensor, None, None, None]:

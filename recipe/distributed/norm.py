@@ -24,8 +24,8 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def kept_by(rank: int, ranks: int, shape: torch.Size) -> int:
-    """The number of elements that a rank keeps of a tensor of this shape: FSDP2 cuts rows like torch.chunk."""
+def shard_size(rank: int, ranks: int, shape: torch.Size) -> int:
+    """The elements of a rank's shard of a tensor of this shape: FSDP2 cuts rows like torch.chunk."""
     each = -(-shape[0] // ranks)
     return max(0, min(each, shape[0] - rank * each)) * shape[1:].numel()
 
@@ -52,28 +52,24 @@ class Norm:
         self.parameters = [p for p in parameters if p.requires_grad]
         mesh = next((p.device_mesh for p in self.parameters if isinstance(p, DTensor)), None)
         self.ranks, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
-        self.counts: list[int] = []  # of each gradient the pieces in this rank's part of it
+        self.shares: dict[nn.Parameter, range] = {}  # the places of the norms that this rank takes of what it has
+        undivided: dict[nn.Parameter, range] = {}
         self.count = 0
-        undivided, places, firsts = list[nn.Parameter](), list[int](), dict[nn.Parameter, int]()
         for p in self.parameters:
-            count, own, first = pieces(p.shape), 0, 0
-            if not (isinstance(p, DTensor) and p.placements[0].is_shard()):
-                own = count if rank == 0 else 0
-            elif not exact:
-                count, own, first = self.ranks, 1, rank
-            elif count % self.ranks == 0:
-                own = count // self.ranks
-                first = rank * own
-            else:
-                undivided.append(p)
-            self.counts.append(own)
-            firsts[p] = self.count
-            places += range(self.count + first, self.count + first + own)
-            self.count += count
-        self.owners = Owners(undivided) if undivided else None
-        for p in [] if self.owners is None else self.owners.mine:
-            places += range(firsts[p], firsts[p] + pieces(p.shape))
-        self.places = torch.tensor(places, dtype=torch.int64, device=self.parameters[0].device)
+            sharded = isinstance(p, DTensor) and p.placements[0].is_shard()
+            places = range(self.count, self.count + (pieces(p.shape) if exact or not sharded else self.ranks))
+            self.count = places.stop
+            if sharded and len(places) % self.ranks:
+                undivided[p] = places
+            elif sharded:
+                each = len(places) // self.ranks
+                self.shares[p] = places[rank * each : (rank + 1) * each]
+            elif rank == 0:
+                self.shares[p] = places
+        self.owners = Owners(list(undivided)) if undivided else None
+        owned = [] if self.owners is None else [undivided[p] for p in self.owners.mine]
+        in_order = [place for places in (*self.shares.values(), *owned) for place in places]
+        self.places = torch.tensor(in_order, dtype=torch.int64, device=self.parameters[0].device)
         self.none = torch.empty(0, device=self.places.device)
 
     def __call__(self) -> Tensor:
@@ -88,14 +84,13 @@ class Norm:
 
     def _pieces(self) -> Iterator[Tensor]:
         """The pieces of which this rank takes the norms, in the order of `places`."""
-        for p, own in zip(self.parameters, self.counts, strict=True):
-            if own:
-                gradient = local(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
-                # How the kernel adds also depends on whether it can load 16 bytes at a time.
-                yield from (gradient if gradient.data_ptr() % 16 == 0 else gradient.clone()).chunk(own)
+        for p, places in self.shares.items():
+            gradient = local_gradient(p)
+            # How the kernel adds also depends on whether it can load 16 bytes at a time.
+            yield from (gradient if gradient.data_ptr() % 16 == 0 else gradient.clone()).chunk(len(places))
         if self.owners is not None:
-            for p, whole in zip(self.owners.mine, self.owners.gather(), strict=True):
-                yield from whole.chunk(pieces(p.shape))
+            for p, gradient in zip(self.owners.mine, self.owners.gather(), strict=True):
+                yield from gradient.chunk(pieces(p.shape))
 
 
 class Owners:
@@ -105,38 +100,27 @@ class Owners:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        ranks = dist.get_world_size()
         loads = [0] * ranks
         self.owned: list[list[nn.Parameter]] = [[] for _ in range(ranks)]
         for p in sorted(parameters, key=lambda p: -p.numel()):
             owner = loads.index(min(loads))
             loads[owner] += p.numel()
             self.owned[owner].append(p)
-        self.mine = self.owned[self.rank]
-        rows = [[local(p).numel() for p in owned] for owned in self.owned]
-        self.sent = [0 if rank == self.rank else sum(rows[rank]) for rank in range(ranks)]
-        shapes = [p.shape for p in self.mine]
-        self.received = [
-            [] if rank == self.rank else [kept_by(rank, ranks, shape) for shape in shapes] for rank in range(ranks)
-        ]
-        self.lengths = [length for shape in shapes for length in (shape.numel(), -shape.numel() % ALIGNMENT)]
-        self.gap = torch.zeros(ALIGNMENT, device=local(parameters[0]).device)
+        self.mine = self.owned[dist.get_rank()]
+        self.sent = [sum(local(p).numel() for p in owned) for owned in self.owned]
+        self.received = [[shard_size(rank, ranks, p.shape) for p in self.mine] for rank in range(ranks)]
 
     def gather(self) -> list[Tensor]:
         """The gradients of `mine`, flat."""
-        others = [p for rank, owned in enumerate(self.owned) if rank != self.rank for p in owned]
-        sent = torch.cat([self.gap[:0], *(self._rows(p) for p in others)])
-        sizes = [sum(counts) for counts in self.received]
-        received = sent.new_empty(sum(sizes))
-        dist.all_to_all_single(received, sent, sizes, self.sent)
-        rows = [piece.split(counts) for piece, counts in zip(received.split(sizes), self.received, strict=True)]
-        rows[self.rank] = tuple(self._rows(p) for p in self.mine)
-        parts = [self.gap[:0]]
-        for of_ranks, length in zip(zip(*rows, strict=True), self.lengths[1::2], strict=True):
-            parts += [*of_ranks, self.gap[:length]]
-        return list(torch.cat(parts).split(self.lengths)[0::2]) if self.mine else []
+        sent = torch.cat([local_gradient(p) for owned in self.owned for p in owned])
+        totals = [sum(sizes) for sizes in self.received]
+        received = sent.new_empty(sum(totals))
+        dist.all_to_all_single(received, sent, totals, self.sent)
+        rows = [x.split(sizes) for x, sizes in zip(received.split(totals), self.received, strict=True)]
+        return [torch.cat(of_ranks) for of_ranks in zip(*rows, strict=True)]
 
-    @staticmethod
-    def _rows(p: nn.Parameter) -> Tensor:
-        """This rank's part of a gradient, flat."""
-        return local(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
+
+def local_gradient(p: nn.Parameter) -> Tensor:
+    """This rank's part of a gradient, flat; zeros where there is none."""
+    return local(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from recipe.distributed.norm import kept_by, local
+from recipe.distributed.norm import local, shard_size
 
 # Elements of a vector of fp32.
 VECTORS = {"AVX512": 16, "AVX2": 8}
@@ -27,9 +27,9 @@ def in_vectors(parameter: Tensor, width: int) -> int:
     """
     assert isinstance(parameter, DTensor)
     shape, mesh = parameter.shape, parameter.device_mesh
-    start = sum(kept_by(rank, mesh.size(), shape) for rank in range(mesh.get_local_rank()))
-    whole = parameter.numel() - parameter.numel() % width
-    return min(max(whole - start, 0), local(parameter).numel())
+    start = sum(shard_size(rank, mesh.size(), shape) for rank in range(mesh.get_local_rank()))
+    in_whole_vectors = parameter.numel() - parameter.numel() % width
+    return min(max(in_whole_vectors - start, 0), local(parameter).numel())
 
 
 class ShardedAdamW(torch.optim.AdamW):

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model.gpt import GPT
-from recipe.distributed.config import ParallelConfig
 from recipe.distributed.exchange import FixedTree, add_shares
 from recipe.distributed.norm import local
+from recipe.distributed.options import ParallelConfig
 from recipe.distributed.rounding import rounded_by_autocast
 
 

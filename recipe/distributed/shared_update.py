@@ -11,7 +11,7 @@ precision, and the rows that it updates in fp32.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import filterfalse
+from itertools import accumulate, filterfalse
 
 import torch
 import torch.distributed as dist
@@ -48,37 +48,39 @@ class SharedAdamW(torch.optim.AdamW):
             part = self.part(p.detach(), p)
             self.shards[copies.get(p, p)] = nn.Parameter(part.clone() if p in copies else part)
         self.rounded = {copy: self.shards[copy] for copy in copies.values()}
-        wholes = list(self.shards)
-        half_of: dict[nn.Parameter, int] = {}
-        before, size = 0, sum(p.numel() for p in wholes)
-        for whole in wholes:
-            half_of[whole] = int(whole in self.rounded if self.rounded else 2 * before >= size)
-            before += whole.numel()
-        self.halves = [[p for p in wholes if half_of[p] == half] for half in range(2)]
+        parameters = list(self.shards)
+        size, starts = sum(p.numel() for p in parameters), accumulate((p.numel() for p in parameters), initial=0)
+        # One half is updated while the other travels: the rounded ones, else those in the second half of all elements.
+        half_of = {
+            p: int(p in self.rounded if self.rounded else 2 * start >= size)
+            for p, start in zip(parameters, starts, strict=False)
+        }
+        self.halves = [[p for p in parameters if half_of[p] == half] for half in range(2)]
         groups = []
         for group in adamw.param_groups:
             of_group = [copies.get(p, p) for p in group["params"]]
             for half in range(2):
-                groups.append({**group, "params": [self.shards[p] for p in of_group if half_of.get(p) == half]})
+                shards = [self.shards[p] for p in of_group if half_of.get(p) == half]
+                groups.append({**group, "params": shards, "half": half})
         super().__init__(groups, fused=True)
 
-    def divides(self, whole: nn.Parameter) -> bool:
+    def divides(self, p: nn.Parameter) -> bool:
         """Whether the ranks share the rows of this parameter of the model."""
-        return divides(whole.shape, self.ranks)
+        return divides(p.shape, self.ranks)
 
     def rows(self, tensor: Tensor) -> Tensor:
         """This rank's rows of a tensor that the ranks divide: a view."""
         return tensor.chunk(self.ranks)[self.rank]
 
-    def part(self, tensor: Tensor, whole: nn.Parameter) -> DTensor:
-        """The part of a tensor shaped like the parameter `whole` that this rank updates: a view."""
-        if self.divides(whole):
-            return self.of_rows(self.rows(tensor), whole)
+    def part(self, tensor: Tensor, p: nn.Parameter) -> DTensor:
+        """The part of a tensor shaped like the parameter `p` that this rank updates: a view."""
+        if self.divides(p):
+            return self.of_rows(self.rows(tensor), p)
         return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
 
-    def of_rows(self, rows: Tensor, whole: nn.Parameter) -> DTensor:
-        """A tensor shaped like the parameter `whole` of which this rank has these rows."""
-        shape, stride = whole.shape, whole.stride()
+    def of_rows(self, rows: Tensor, p: nn.Parameter) -> DTensor:
+        """A tensor shaped like the parameter `p` of which this rank has these rows."""
+        shape, stride = p.shape, p.stride()
         return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     @torch.no_grad()
@@ -88,21 +90,21 @@ class SharedAdamW(torch.optim.AdamW):
         rows = [self.rows(copy) for copy in copies]
         torch._foreach_copy_(rows, [local(shard) for shard in self.rounded.values()])
         with _coalescing_manager():
-            for copy, own in zip(copies, rows, strict=True):
-                all_gather(copy, own)
+            for copy, updated in zip(copies, rows, strict=True):
+                all_gather(copy, updated)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update, or none where found_inf is 1. One half of the rows travels while the other half is updated; the
         rounded ones wait for `spread`."""
         groups, sent = self.param_groups, []
-        for i, half in enumerate(self.halves):
-            self.param_groups = groups[i::2]
+        for half, parameters in enumerate(self.halves):
+            self.param_groups = [group for group in groups if group["half"] == half]
             super().step()
             with _coalescing_manager(async_ops=True) as work:
-                for whole in half:
-                    if self.divides(whole) and whole not in self.rounded:
-                        all_gather(whole.detach(), self.rows(whole.detach()))
+                for p in parameters:
+                    if self.divides(p) and p not in self.rounded:
+                        all_gather(p.detach(), self.rows(p.detach()))
             sent.append(work)
         self.param_groups = groups
         for work in sent:
@@ -124,13 +126,13 @@ class SharedSum:
         divides, rows, part = self.optimizer.divides, self.optimizer.rows, self.optimizer.part
         gradients = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.optimizer.shards}
         with _coalescing_manager():
-            for whole in filter(divides, gradients):
-                reduce_scatter(rows(gradients[whole]), gradients[whole])
+            for p in filter(divides, gradients):
+                reduce_scatter(rows(gradients[p]), gradients[p])
         with _coalescing_manager():
-            for whole in filterfalse(divides, gradients):
-                dist.all_reduce(gradients[whole])
-        for whole, shard in self.optimizer.shards.items():
-            shard.grad, whole.grad = part(gradients[whole], whole), None
+            for p in filterfalse(divides, gradients):
+                dist.all_reduce(gradients[p])
+        for p, shard in self.optimizer.shards.items():
+            shard.grad, p.grad = part(gradients[p], p), None
         return self.norm()
 
 
@@ -169,12 +171,12 @@ class SharedTree:
         """Put the sums in `.grad` of the optimizer's parameters, and clear the model's. Returns their norm, 0-dim."""
         optimizer = self.optimizer
         for part, sums in self.parts:
-            shares = sums.finish().split([whole.numel() // optimizer.ranks for whole in part])
-            for whole, rows in zip(part, shares, strict=True):
-                optimizer.shards[whole].grad = optimizer.of_rows(rows.view(-1, *whole.shape[1:]), whole)
+            shares = sums.finish().split([p.numel() // optimizer.ranks for p in part])
+            for p, rows in zip(part, shares, strict=True):
+                optimizer.shards[p].grad = optimizer.of_rows(rows.view(-1, *p.shape[1:]), p)
         if self.rest is not None:
             self.rest.collect()
-        for whole in self.undivided:
-            assert whole.grad is not None
-            optimizer.shards[whole].grad, whole.grad = optimizer.part(whole.grad, whole), None
+        for p in self.undivided:
+            assert p.grad is not None
+            optimizer.shards[p].grad, p.grad = optimizer.part(p.grad, p), None
         return self.norm()

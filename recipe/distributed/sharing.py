@@ -15,10 +15,10 @@ from attention.score import Range, take_rows
 from data.batches import Batch
 from model.further import further
 from model.gpt import GPT
-from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of
 from recipe.distributed.exchange import AnyOrder, Exchange, FixedTree, add_losses
 from recipe.distributed.norm import PIECES, divides
+from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.ranks import patience
 from recipe.distributed.rounding import rounded, rounded_by_autocast, with_others
 from recipe.distributed.sharded_update import with_bits_of_wholes

@@ -32,22 +32,22 @@ class Stacks:
         self.shapes = [torch.Size((n, matrix.shape[1])) for matrix, counts in matrices for n in counts]
         self.stacks = stacks(self.shapes, most)
         # For each matrix and part the first row and the one after the last that this rank has, counted from its first.
-        self.own: list[list[tuple[int, int]]] = []
-        self.kept: list[list[int]] = []  # of each part the elements of each rank
+        self.bounds: list[list[tuple[int, int]]] = []
+        self.sizes: list[list[int]] = []  # of each part the elements of each rank
         for matrix, counts in matrices:
             each, end = -(-len(matrix) // self.ranks), 0
-            self.own.append([])
+            self.bounds.append([])
             for count in counts:
                 start, end = end, end + count
                 # FSDP2 cuts rows like torch.chunk.
                 cuts = [min(max(start, rank * each), end) for rank in range(self.ranks + 1)]
-                self.kept.append([(b - a) * matrix.shape[1] for a, b in pairwise(cuts)])
+                self.sizes.append([(b - a) * matrix.shape[1] for a, b in pairwise(cuts)])
                 first = self.rank * each
-                self.own[-1].append((cuts[self.rank] - first, cuts[self.rank + 1] - first))
+                self.bounds[-1].append((cuts[self.rank] - first, cuts[self.rank + 1] - first))
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's rows of each part, views of what it has of tensors shaped like the matrices."""
-        return [x[a:b] for x, bounds in zip(tensors, self.own, strict=True) for a, b in bounds]
+        return [x[a:b] for x, bounds in zip(tensors, self.bounds, strict=True) for a, b in bounds]
 
     def apply(
         self, function: Callable[[Tensor], Tensor], parts: Sequence[Tensor], dtype: torch.dtype
@@ -65,7 +65,7 @@ class Stacks:
             if self.ranks == 1:
                 yield taken[0], function(sent.view(len(taken[0]), *self.shapes[taken[0][0]]))
                 continue
-            sizes = [sum(self.kept[i][self.rank] for i in stack) for stack in taken]
+            sizes = [sum(self.sizes[i][self.rank] for i in stack) for stack in taken]
             sizes += [0] * (self.ranks - len(taken))
             results = self._in_turn(function, sent, sizes, taken[self.rank] if self.rank < len(taken) else [])
             yield from zip(taken, results.split(sizes), strict=False)
@@ -75,7 +75,7 @@ class Stacks:
 
         mine  the parts of this rank's stack, if it has one
         """
-        counts = [[self.kept[i][rank] for i in mine] for rank in range(self.ranks)]
+        counts = [[self.sizes[i][rank] for i in mine] for rank in range(self.ranks)]
         totals = [sum(of_rank) for of_rank in counts]
         received = sent.new_empty(sum(totals))
         dist.all_to_all_single(received, sent, totals, sizes)
@@ -83,7 +83,7 @@ class Stacks:
             pieces = [x.split(of_rank) for x, of_rank in zip(received.split(totals), counts, strict=True)]
             wholes = [piece for of_part in zip(*pieces, strict=True) for piece in of_part]
             result = function(torch.cat(wholes).view(len(mine), *self.shapes[mine[0]]))
-            cut = [x.reshape(-1).split(self.kept[i]) for x, i in zip(result, mine, strict=True)]
+            cut = [x.reshape(-1).split(self.sizes[i]) for x, i in zip(result, mine, strict=True)]
             received = torch.cat([piece for of_rank in zip(*cut, strict=True) for piece in of_rank])
         results = torch.empty_like(sent)
         dist.all_to_all_single(results, received, sizes, totals)

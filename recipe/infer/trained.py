@@ -165,11 +165,12 @@ def inexact(attention: AttentionConfig) -> str | None:
 
 
 def load_weights(model: GPT, run: Path, choice: ModelChoice) -> Path:
-    """Load a checkpoint of the run and print which; if the best is damaged, say so and load the newest intact one."""
+    """Load a checkpoint of the run and print which. One that is damaged is named, and another loaded: for the best,
+    the best of those whose manifests can be read, else the newest intact one."""
     folder, average = run / "checkpoints", choice.weights is WeightsChoice.ema
     part, prefix = ("training", AVERAGE) if average else ("model", "")
-    path = best_checkpoint(folder) if choice.checkpoint is CheckpointChoice.best else None
-    chosen, damaged = None, list[str]()
+    path, unreadable = best_checkpoint(folder) if choice.checkpoint is CheckpointChoice.best else (None, {})
+    chosen, damaged = None, list(unreadable.values())
     if path is not None:
         try:
             chosen = load_checkpoint(path, parts=[part], prefix=prefix)[part]

@@ -27,7 +27,7 @@ from model.config import Recompute
 from model.counting import flops_per_token
 from model.gpt import GPT, Computation
 from model.score import layer_scores
-from recipe.distributed.config import DataParallel
+from recipe.distributed.options import DataParallel
 from recipe.distributed.ranks import from_first_rank
 from recipe.distributed.sharing import Sharing, shards_weights
 from recipe.distributed.world import World
@@ -42,10 +42,8 @@ from recipe.training.device import resolve_precision
 from recipe.training.interruption import Interruption
 from recipe.training.loop import NullRecord, Run
 from recipe.training.optimizer import build_optimizer, learning_rate
-from recipe.training.parity.probe import ParityProbe
-from recipe.training.recall.choice import build_probe
-from recipe.training.recall.position_loss import PositionLoss
-from recipe.training.recall.probe import Probe
+from recipe.training.parity_probe import ParityProbe
+from recipe.training.recall import PositionLoss, Recall, build_recall
 from recipe.training.step import Trainer
 
 Data = PreparedData | TaskData
@@ -225,8 +223,8 @@ def build_run(config: Config, folder: Path, overrides: list[str], data: Data, tr
     return Run(trainer, batches, windows, meter, probe, profiler, record, interruption, start, probes)
 
 
-def build_probes(config: Config, data: Data) -> list[Probe]:
-    """The probes of `probes=[...]`. Raises ConfigError and ProbeError for one that does not fit the data."""
+def build_probes(config: Config, data: Data) -> list[Recall]:
+    """The probes of `probes=[...]`. Raises ConfigError and RecallError for one that does not fit the data."""
 
     def text() -> np.ndarray:
         if isinstance(data, TaskData):
@@ -235,7 +233,7 @@ def build_probes(config: Config, data: Data) -> list[Probe]:
             )
         return data.val.tokens
 
-    return [build_probe(name, config.seq_len, data.vocab_size, config.data.name, text) for name in config.probes]
+    return [build_recall(name, config.seq_len, data.vocab_size, config.data.name, text) for name in config.probes]
 
 
 def build_meter(trainer: Trainer, pieces: Sequence[int]) -> StepMeter:

@@ -20,7 +20,7 @@ from data.tokenizers import SIZES
 from model.check import model_mistakes
 from model.score import layer_scores, score_mistakes
 from model.score_tensors import ScoreTensors
-from recipe.distributed.config import check_context, check_parallel
+from recipe.distributed.options import check_context, check_parallel
 from recipe.distributed.ranks import from_every_rank
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
@@ -29,11 +29,11 @@ from recipe.run.config import Config, ConfigError, as_plain
 from recipe.run.profiler import check_profile
 from recipe.run.tracker import tracking_mistakes
 from recipe.run.weights import Weights
-from recipe.training.config import training_mistakes
 from recipe.training.device import Precision, resolve_device, resolve_precision
 from recipe.training.optimizer import optimizer_mistakes
-from recipe.training.parity.probe import check_parity
-from recipe.training.recall.choice import unknown_probes
+from recipe.training.options import training_mistakes
+from recipe.training.parity_probe import check_parity
+from recipe.training.recall import unknown_recalls
 
 # The parts that all ranks of a run must share: all but the device.
 SHARED = [part.name for part in fields(Config) if part.name != "device"]
@@ -76,7 +76,7 @@ def mistakes(config: Config, ranks: int | None = None, weights: Weights | None =
 
 def probe_mistakes(config: Config) -> Iterator[str]:
     """A sentence for each unknown probe, and for probes in a run without evaluations."""
-    yield from unknown_probes(config.probes)
+    yield from unknown_recalls(config.probes)
     if config.probes and not config.training.eval_every:
         yield "probes are measured with every evaluation, and training.eval_every=0 has none; set it, or drop them."
 

@@ -15,13 +15,13 @@ from attention import AttentionConfig
 from data.options import DataConfig
 from model.config import GPTConfig
 from model.score import ScoreConfig
-from recipe.distributed.config import ParallelConfig
+from recipe.distributed.options import ParallelConfig
 from recipe.errors import UserError
 from recipe.run.arms import ArenaConfig
 from recipe.run.tracker import TrackingConfig
-from recipe.training.config import TrainingConfig
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
-from recipe.training.parity.probe import ParityConfig
+from recipe.training.options import TrainingConfig
+from recipe.training.parity_probe import ParityConfig
 
 
 class ConfigError(UserError, ValueError):

@@ -25,11 +25,11 @@ from recipe.run.metrics import read_metrics
 from recipe.run.run_folder import write_recorded
 from recipe.run.summary import environment, write_summary
 from recipe.run.tracker import Tracker, TrackingConfig
+from recipe.training.ablation import measure as measure_ablation
 from recipe.training.checkpoint import save_checkpoint
 from recipe.training.loop import NullRecord
 from recipe.training.memory import OutOfMemory
-from recipe.training.parity.ablation import measure as measure_ablation
-from recipe.training.parity.probe import summarise
+from recipe.training.parity import summarise
 from recipe.training.step import NonFiniteError, Trainer
 
 

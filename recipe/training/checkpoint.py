@@ -38,8 +38,19 @@ from data.untrusted import read_json
 from recipe.distributed.ranks import from_every_rank, from_first_rank, rank
 from recipe.errors import UserError
 from recipe.files import plain, to_json
-from recipe.training.checkpoint_folder import PARTIAL, checkpoints_in, clean, partial_of, publish, remove
-from recipe.training.checkpoint_storage import Allocate, Tensors, read_tensors, write_tensors, written_by
+from recipe.training.checkpoint_files import (
+    PARTIAL,
+    Allocate,
+    Tensors,
+    checkpoints_in,
+    clean,
+    partial_of,
+    publish,
+    read_tensors,
+    remove,
+    write_tensors,
+    written_by,
+)
 
 FORMAT = 2
 _digests: dict[tuple[int, ...], str] = {}  # of files that this process has read
@@ -142,17 +153,19 @@ def newest_valid(folder: Path, parts: Sequence[str] = PARTS, *, read: bool = Tru
     )
 
 
-def best_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the lowest validation loss, by the manifests; None where none was measured."""
-    best: tuple[float, int, Path] | None = None
-    for step, path in checkpoints_in(folder).items():
+def best_checkpoint(folder: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The checkpoint with the lowest validation loss, None where none was measured; and a sentence for each checkpoint
+    whose manifest cannot be read, which may have been better."""
+    losses, unreadable = dict[Path, float](), dict[Path, str]()
+    for path in checkpoints_in(folder).values():
         try:
             val_loss = read_manifest(path).val_loss
-        except CheckpointError:
-            continue  # damaged: loading it reports that
-        if val_loss is not None and (best is None or (val_loss, step) < best[:2]):
-            best = val_loss, step, path
-    return best[2] if best else None
+        except CheckpointError as error:
+            unreadable[path] = str(error)
+        else:
+            losses |= {} if val_loss is None else {path: val_loss}
+    # Of equals the earliest.
+    return min(sorted(losses), key=losses.__getitem__, default=None), unreadable
 
 
 def load_checkpoint(
@@ -240,7 +253,7 @@ def _write_manifest(partial: Path, content: dict[str, Any]) -> None:
 
 
 def _link_best(folder: Path) -> None:
-    best = best_checkpoint(folder)
+    best, _ = best_checkpoint(folder)
     link, fresh = folder / "best", folder / f"{PARTIAL}best"
     if best is None or (link.is_symlink() and link.readlink() == Path(best.name)):
         return
@@ -257,11 +270,12 @@ def _link_best(folder: Path) -> None:
 
 
 def _prune(folder: Path, step: int, keep_last: int) -> None:
-    """Keep the newest `keep_last` up to `step`, and the best. Later ones stay: they are damaged, or another run's."""
+    """Keep the newest `keep_last` up to `step`, and the best. Later ones stay: they are damaged, or another run's. What
+    cannot be read stays too: it may be the best."""
     newest = sorted(s for s in checkpoints_in(folder) if s <= step)[-keep_last:]
-    best = best_checkpoint(folder)
+    best, unreadable = best_checkpoint(folder)
     for old, path in checkpoints_in(folder).items():
-        if old < newest[0] and path != best:
+        if old < newest[0] and path != best and path not in unreadable:
             doomed = folder / f"{PARTIAL}{path.name}"
             path.rename(doomed)  # rename first: an interrupted removal must not look like a damaged checkpoint
             remove(doomed)

@@ -40,8 +40,8 @@ class GraphedStep:
         if not self.inputs:
             self.inputs = tuple(tensor.clone() for tensor in inputs)
         # Already before recording: a view may start where a compiled function compiles again for a whole tensor.
-        for static, given in zip(self.inputs, inputs, strict=True):
-            static.copy_(given)
+        for static, new in zip(self.inputs, inputs, strict=True):
+            static.copy_(new)
         if self.calls <= WARMUP_CALLS:
             return self._warm_up()
         if self.graph is None:

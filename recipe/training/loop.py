@@ -17,8 +17,8 @@ from data.prefetcher import Prefetcher
 from recipe.training.checkpoint import save_checkpoint
 from recipe.training.interruption import Interruption
 from recipe.training.memory import cpu_memory_limit, oom_guard, too_large_step
-from recipe.training.parity.probe import ParityProbe
-from recipe.training.recall.probe import Probe
+from recipe.training.parity_probe import ParityProbe
+from recipe.training.recall import Recall
 from recipe.training.step import Trainer
 
 
@@ -91,7 +91,7 @@ class Run:
     record        of metrics and checkpoints
     interruption  by a signal
     start         updates done already
-    probes        of the model's abilities, measured with every evaluation
+    recalls       measured with every evaluation: recall tasks, and loss by position
     """
 
     trainer: Trainer
@@ -103,7 +103,7 @@ class Run:
     record: NullRecord
     interruption: Interruption
     start: int = 0
-    probes: Sequence[Probe] = ()
+    recalls: Sequence[Recall] = ()
 
 
 def fit(run: Run) -> int:
@@ -178,19 +178,19 @@ def train_steps(run: Run, batches: Iterator[Batch]) -> int:
 
 
 def evaluate(run: Run, final: bool) -> dict[str, float]:
-    """The validation loss and the metrics of the probes; after the `final` step, their details too."""
+    """The validation loss and the metrics of `run.recalls`; after the `final` step, their details too."""
     trainer = run.trainer
     metrics = trainer.measure(run.windows)
-    if not run.probes:
+    if not run.recalls:
         return metrics
     model = trainer.whole_model()  # every rank calls this, and the first measures
     if trainer.world.rank == 0:
         model.eval()
         with torch.no_grad(), trainer.autocast():
-            for probe in run.probes:
-                metrics |= probe.measure(model)
+            for recall in run.recalls:
+                metrics |= recall.measure(model)
                 if final:
-                    beyond, run.record.details[probe.name] = probe.details(model)
+                    beyond, run.record.details[recall.name] = recall.details(model)
                     metrics |= beyond
         model.train()
     return metrics

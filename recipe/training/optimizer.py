@@ -143,8 +143,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
     """Raise OptimizerError for an optimizer that breaks a promise of docs/add-an-optimizer.md."""
     kind = f"optimizer={name} ({type(optimizer).__name__})"
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    left_out = [name for name, p in model.named_parameters() if p.requires_grad and not any(p is q for q in given)]
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and not any(p is q for q in updated)]
     if left_out:
         raise OptimizerError(f"{kind} does not update {left_out[0]}; give it every parameter that requires_grad.")
     if not getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -1,18 +1,72 @@
-"""The state of a training run between two steps as named tensors, for checkpoints."""
+"""The state of a training run between two steps: a moving average of the weights, and named tensors for checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from recipe.distributed.norm import local
 from recipe.distributed.shared_update import SharedAdamW
 from recipe.training.checkpoint import load_checkpoint
-from recipe.training.checkpoint_storage import Tensors
+from recipe.training.checkpoint_files import Tensors
 
 MOMENTS = "moments."
 AVERAGE = "average."  # of the weights
+
+
+class MovingAverage:
+    """An exponential moving average of a model's weights, sharded as they are:
+
+        A = d A + (1 - d) W,     d = min(decay, (1 + n) / (10 + n)) after n updates
+
+    The smaller decay of the first updates keeps the initial weights from staying in the average for long.
+
+    weights  of the average, by the names of the model's parameters
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model, self.decay = model, decay
+        self.parameters = dict(model.named_parameters())
+        self.weights = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Start again from the current weights."""
+        for name, parameter in self.parameters.items():
+            self.weights[name].copy_(parameter)
+
+    @torch.no_grad()
+    def update(self, updates: Tensor, skip: Tensor) -> None:
+        """Add the weights after one more update. The device decides; the host does not wait.
+
+        updates  0-dim: the number of updates before this one
+        skip     0-dim bool: the update was not taken, and the average stays as it is
+        """
+        share = 1 - ((1 + updates) / (10 + updates)).clamp(max=self.decay)
+        share = torch.where(skip, 0.0, share)
+        for name, parameter in self.parameters.items():
+            local(self.weights[name]).lerp_(local(parameter), share)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within the block the model computes with the average."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, parameter in self.parameters.items():
+            live, average = local(parameter), local(self.weights[name])
+            before = live.clone()
+            live.copy_(average)
+            average.copy_(before)
 
 
 def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, others: Tensors) -> dict[str, Tensors]:

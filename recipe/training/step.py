@@ -23,11 +23,10 @@ from data.batches import Batch, GlobalBatch
 from model.gpt import GPT
 from recipe.distributed.sharing import Sharing
 from recipe.errors import UserError
-from recipe.training.average import MovingAverage
-from recipe.training.config import TrainingConfig
 from recipe.training.graphed_step import GraphedStep
 from recipe.training.optimizer import set_learning_rate, update_parameters
-from recipe.training.state import AVERAGE, gather_state, restore_state
+from recipe.training.options import TrainingConfig
+from recipe.training.state import AVERAGE, MovingAverage, gather_state, restore_state
 
 # fp16's loss scale is halved by an overflow and doubled after this many steps without one.
 FIRST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2000

@@ -36,7 +36,8 @@ from data.batches import Batch
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.score import ScoreConfig
-from recipe.training.parity.probe import ParityConfig, ParityProbe, beyond_rounding, wrong_alone
+from recipe.training.parity import beyond_rounding, wrong_alone
+from recipe.training.parity_probe import ParityConfig, ParityProbe
 from tests import right_attention, wrong_attention
 from tests.right_attention import ALLOWED, RIGHT
 from tests.wrong_attention import FAULTS, Fault

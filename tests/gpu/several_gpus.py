@@ -18,14 +18,14 @@ from data.batches import Batch
 from model.config import GPTConfig
 from model.gpt import GPT, Computation
 from model.loss import LossKind
-from recipe.distributed.config import DataParallel, ParallelConfig
+from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.ranks import joined
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config
-from recipe.training.config import TrainingConfig
 from recipe.training.device import Precision
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.options import TrainingConfig
 
 B, VOCAB, SEED = 8, 50_257, 7
 STEPS = 12  # on two GPUs, with one micro-batch each, a compiled step is captured at the fourth step

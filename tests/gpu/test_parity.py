@@ -15,11 +15,12 @@ from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config
 from recipe.run.meters import StepMeter
-from recipe.training.config import TrainingConfig
 from recipe.training.device import Precision
 from recipe.training.loop import compare
 from recipe.training.optimizer import ScheduleConfig
-from recipe.training.parity.probe import ParityConfig, ParityProbe, beyond_rounding
+from recipe.training.options import TrainingConfig
+from recipe.training.parity import beyond_rounding
+from recipe.training.parity_probe import ParityConfig, ParityProbe
 from recipe.training.step import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

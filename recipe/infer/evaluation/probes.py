@@ -12,9 +12,7 @@ import torch
 from recipe.infer.evaluation.scorer import progress
 from recipe.infer.trained import Loaded
 from recipe.run.config import ConfigError
-from recipe.training.recall.choice import build_probe, unknown_probes
-from recipe.training.recall.position_loss import PositionLoss
-from recipe.training.recall.probe import lengths_for
+from recipe.training.recall import PositionLoss, build_recall, lengths_for, unknown_recalls
 
 
 class Measured(NamedTuple):
@@ -30,7 +28,7 @@ def probe_names(given: str) -> list[str]:
     names = [name.strip() for name in given.strip().removeprefix("[").removesuffix("]").split(",") if name.strip()]
     if not names:
         raise ConfigError(f"probes={given} names no probe; name one, such as probes=[position_loss].")
-    for sentence in unknown_probes(names):
+    for sentence in unknown_recalls(names):
         raise ConfigError(sentence)
     return list(dict.fromkeys(names))
 
@@ -54,7 +52,7 @@ def run_probes(
     """
     config, model = loaded.config, loaded.model
     for name in names:
-        probe = build_probe(name, config.seq_len, model.vocab_size, config.data.name, text)
+        probe = build_recall(name, config.seq_len, model.vocab_size, config.data.name, text)
         probe.longest, probe.watch = longest, progress
         with torch.no_grad(), loaded.autocast():
             metrics = probe.measure(model)

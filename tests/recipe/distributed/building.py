@@ -14,7 +14,7 @@ import torch
 
 from model.config import GPTConfig, Positions
 from model.score import ScoreConfig
-from recipe.distributed.config import DataParallel, ParallelConfig
+from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.ranks import joined
 from recipe.distributed.world import World
 from recipe.run.build import build_model, build_trainer

@@ -32,9 +32,9 @@ from model.config import AttentionBias, Gate, GPTConfig, Recompute
 from model.gpt import GPT
 from model.score import ScoreConfig
 from recipe.distributed import norm
-from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.distributed.context import ContextAttention, ContextBy
 from recipe.distributed.norm import local
+from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.ranks import joined
 from recipe.distributed.shared_update import SharedAdamW, SharedTree
 from recipe.distributed.world import World
@@ -43,10 +43,10 @@ from recipe.run.check import check_ranks_agree
 from recipe.run.config import Config, ConfigError
 from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import newest_valid, save_checkpoint
-from recipe.training.config import TrainingConfig
 from recipe.training.device import Precision
 from recipe.training.optimizer import OPTIMIZERS, OptimizerConfig, ScheduleConfig
-from recipe.training.parity.probe import ParityConfig
+from recipe.training.options import TrainingConfig
+from recipe.training.parity_probe import ParityConfig
 from recipe.training.step import Trainer
 from tests.parts import EVERYTHING
 from train import train as train_run

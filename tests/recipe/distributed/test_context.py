@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from attention import UnsupportedAttention
 from attention.score import take_rows
 from model.score import ScoreConfig
-from recipe.distributed.config import ParallelConfig
 from recipe.distributed.context import ContextBy, rows_of
+from recipe.distributed.options import ParallelConfig
 from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
 from recipe.run.build import build_model

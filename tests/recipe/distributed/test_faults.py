@@ -19,7 +19,7 @@ import torch
 
 from recipe.run.metrics import read_metrics
 from recipe.training.checkpoint import load_checkpoint, newest_valid
-from recipe.training.checkpoint_folder import PARTIAL
+from recipe.training.checkpoint_files import PARTIAL
 from tests.forked.server import process_of
 from tests.recipe.training.test_resume import steps_logged, train
 

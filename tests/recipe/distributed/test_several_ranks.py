@@ -82,13 +82,36 @@ def test_an_optimizer_that_derives_from_adamw_keeps_its_update() -> None:
     assert Sharing.share_update(ranks, optimizer, micro_steps=1) is optimizer
 
 
+# Kind of training -> the numbers of ranks that are compared with one.
+SAME_BITS = {
+    "": (2, 4),
+    "kept gathered": (2, 4),
+    "all parts": (2, 4),
+    "muon": (2, 4),  # also of matrices whose rows the ranks do not divide evenly, or that have fewer rows than ranks
+    **dict.fromkeys(TRAINED, (1, 2, 4)),  # frozen parameters; of a norm alone only one of four ranks measures gradients
+    "fp16": (2,),
+    "bf16": (4,),
+    "forgetting": (4,),  # matrices that are read in fp32 under autocast
+    "two terms": (2,),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["exact", "sharded", "sharded, kept gathered"])
-def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Found, name: str) -> None:
+@pytest.mark.parametrize("kind", SAME_BITS)
+def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Found, kind: str) -> None:
     (alone,) = found[1]
-    assert len({loss for loss, _ in alone["exact"]["updates"]}) == STEPS
-    for rank in (*found[2], *found[4]):
-        assert rank[name] == alone["exact"]
+    expected = alone["exact" if kind in ("", "kept gathered") else f"exact, {kind}"]
+    updates = expected if kind == "two terms" else expected["updates"]
+    assert len({loss for loss, _ in updates}) == STEPS
+    for rank in (rank for size in SAME_BITS[kind] for rank in found[size]):
+        for parallel in ("sharded",) if kind == "kept gathered" else ("exact", "sharded"):
+            assert rank[f"{parallel}, {kind}" if kind else parallel] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_replicate_under_autocast_compute_with_rounded_copies(found: Found, size: int) -> None:
+    assert all(rank["rounded"] > 2 * 2 * 128 * 32 for rank in found[size])  # elements: the MLPs' matrices and others
 
 
 @pytest.mark.slow
@@ -98,72 +121,10 @@ def test_replicated_ranks_share_the_moments_of_matrices(found: Found) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["exact, all parts", "sharded, all parts"])
-def test_all_parts_at_once_have_the_same_bits_on_any_number_of_ranks(found: Found, name: str) -> None:
-    (alone,) = found[1]
-    for rank in (*found[2], *found[4]):
-        assert rank[name] == alone["exact, all parts"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["exact, muon", "sharded, muon"])
-def test_muon_of_matrices_that_ranks_divide_has_the_bits_of_one_rank(found: Found, name: str) -> None:
-    """Also of matrices whose rows the ranks do not divide evenly, or that have fewer rows than there are ranks."""
-    (alone,) = found[1]
-    assert len({loss for loss, _ in alone["exact, muon"]["updates"]}) == STEPS
-    for rank in (*found[2], *found[4]):
-        assert rank[name] == alone["exact, muon"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINED)
-def test_frozen_parameters_of_an_optimizers_groups_stay_as_they_are_on_any_number_of_ranks(
-    found: Found, name: str
-) -> None:
-    """Four ranks that train a norm alone share a gradient that only one of them measures."""
-    (alone,) = found[1]
-    assert len({loss for loss, _ in alone[f"exact, {name}"]["updates"]}) == STEPS
-    for rank in (*found[1], *found[2], *found[4]):
-        for parallel in ("exact", "sharded"):
-            assert rank[f"{parallel}, {name}"] == alone[f"exact, {name}"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "size"), [("fp16", 2), ("bf16", 4)])
-def test_runs_under_autocast_are_equal_too_though_sharded_ranks_gather_rounded_matrices(
-    found: Found, precision: str, size: int
-) -> None:
-    (alone,) = found[1]
-    assert len({loss for loss, _ in alone[f"exact, {precision}"]["updates"]}) == STEPS
-    for rank in found[size]:
-        assert rank["rounded"] > 2 * 2 * 128 * 32  # where replicated, elements: the MLPs' matrices and others
-        for name in ("exact", "sharded"):
-            assert rank[f"{name}, {precision}"] == alone[f"exact, {precision}"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["exact", "sharded"])
-def test_matrices_that_are_read_in_fp32_under_autocast_stay_in_fp32(found: Found, name: str) -> None:
-    (alone,) = found[1]
-    assert len({loss for loss, _ in alone["exact, forgetting"]["updates"]}) == STEPS
-    for rank in found[4]:
-        assert rank[f"{name}, forgetting"] == alone["exact, forgetting"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_gradients_of_rounded_copies_are_added_in_the_tree_in_fp32(found: Found, size: int) -> None:
     for rank in found[size]:
         assert list(rank["sums of copies"].values()) == [True] * 4, rank["sums of copies"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["exact, two terms", "sharded, two terms"])
-def test_two_ranks_with_a_micro_batch_each_are_one_with_both(found: Found, name: str) -> None:
-    (alone,) = found[1]
-    assert len({loss for loss, _ in alone["exact, two terms"]}) == STEPS
-    for rank in found[2]:
-        assert rank[name] == alone["exact, two terms"]
 
 
 @pytest.mark.slow

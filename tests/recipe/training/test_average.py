@@ -17,9 +17,9 @@ from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config
 from recipe.training.checkpoint import load_checkpoint, save_checkpoint
-from recipe.training.config import TrainingConfig
 from recipe.training.device import Precision
 from recipe.training.optimizer import OptimizerConfig
+from recipe.training.options import TrainingConfig
 from recipe.training.step import Trainer
 
 T, B, DECAY = 16, 2, 0.3

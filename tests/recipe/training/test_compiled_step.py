@@ -17,9 +17,9 @@ from model.loss import LossKind
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config
-from recipe.training.config import TrainingConfig
 from recipe.training.device import Precision
 from recipe.training.optimizer import ScheduleConfig
+from recipe.training.options import TrainingConfig
 from recipe.training.step import Trainer
 
 CPU = torch.device("cpu")

@@ -26,18 +26,16 @@ from recipe.run.build import build_trainer
 from recipe.run.config import Config
 from recipe.run.meters import StepMeter
 from recipe.run.profiler import Profiler
-from recipe.training.config import TrainingConfig
+from recipe.training import parity_probe as parity
 from recipe.training.device import Precision
+from recipe.training.fwd_bwd import FwdBwd, fwd_bwd
 from recipe.training.interruption import Interruption
 from recipe.training.loop import NullRecord, Run, compare, fit
 from recipe.training.memory import OutOfMemory, oom_guard, too_large_step
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
-from recipe.training.parity import probe as parity
-from recipe.training.parity.fwd_bwd import FwdBwd, fwd_bwd
-from recipe.training.parity.probe import ParityConfig, ParityProbe
-from recipe.training.recall.position_loss import PositionLoss
-from recipe.training.recall.probe import Probe
-from recipe.training.recall.recall import TaskProbe
+from recipe.training.options import TrainingConfig
+from recipe.training.parity_probe import ParityConfig, ParityProbe
+from recipe.training.recall import PositionLoss, Recall, TaskRecall
 from recipe.training.step import NonFiniteError, Trainer
 
 CPU = torch.device("cpu")
@@ -106,16 +104,15 @@ def test_a_step_depends_on_its_number_and_the_weights_alone() -> None:
     assert equal(weights(straight), weights(wandering))
 
 
-def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
-    trainer = build(AttentionConfig(), replace(MODEL, dropout=0.5))
-    inputs, targets, *_ = batches(trainer).batch(0)
-    places = ((0, 0), (0, 1), (1, 0), (0, 0))
-    keys = (trainer.dropout_key_for(*place) for place in places)
-    assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
-
-
-def test_torchs_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
-    trainer = build(AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch))
+@pytest.mark.parametrize(
+    ("attention", "dropout"),
+    [(AttentionConfig(), 0.5), (AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch), 0.0)],
+    ids=["replayed", "torch's"],
+)
+def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step(
+    attention: AttentionConfig, dropout: float
+) -> None:
+    trainer = build(attention, replace(MODEL, dropout=dropout))
     inputs, targets, *_ = batches(trainer).batch(0)
     places = ((0, 0), (0, 1), (1, 0), (0, 0))
     keys = (trainer.dropout_key_for(*place) for place in places)
@@ -224,7 +221,7 @@ class Recorder(NullRecord):
         return [n for event, n, content in self.events if event == kind and (not metric or metric in content)]
 
 
-def run(recorder: Recorder, interruption: Interruption | None = None, probes: Sequence[Probe] = ()) -> int:
+def run(recorder: Recorder, interruption: Interruption | None = None, probes: Sequence[Recall] = ()) -> int:
     trainer = recorder.trainer
     profiler = Profiler(Path(), CPU, profile=False, memory_snapshot=False, start=0, steps=trainer.training.steps)
     return fit(
@@ -239,7 +236,7 @@ def run(recorder: Recorder, interruption: Interruption | None = None, probes: Se
             profiler,
             recorder,
             interruption or Interruption(TIMEOUT_S),
-            probes=probes,
+            recalls=probes,
         )
     )
 
@@ -277,7 +274,7 @@ def test_probes_come_with_every_evaluation_and_change_no_bit_of_the_training() -
     model = replace(MODEL, positions=Positions.rotary, dropout=0.1)
     plain, probed = (Recorder(build(model=model, training=training)) for _ in range(2))
     run(plain)
-    run(probed, probes=[TaskProbe(TASKS["needle"], T), PositionLoss(TEXT[:4000], T)])
+    run(probed, probes=[TaskRecall(TASKS["needle"], T), PositionLoss(TEXT[:4000], T)])
     assert probed.steps("log", "probe/needle") == probed.steps("log", "probe/in_context_score") == [0, 3, 6]
     assert probed.steps("log", "probe/needle_x8") == probed.steps("log", "probe/loss_beyond_x8") == [6]
     assert probed.details.keys() == {"needle", "position_loss"}
@@ -412,10 +409,7 @@ def test_running_out_of_memory_ends_with_a_sentence_on_smaller_settings(error: E
     sentence = r"attention=naive with seq_len=32 and training.batch_size=4 .*tiled"
     with pytest.raises(OutOfMemory, match=sentence), oom_guard(too_large_step(build())):
         raise error
-
-
-def test_an_attention_of_linear_memory_is_advised_to_naive_alone() -> None:
-    assert "tiled or sdpa" not in too_large_step(build(AttentionConfig("tiled")))
+    assert "tiled or sdpa" not in too_large_step(build(AttentionConfig("tiled")))  # whose memory is linear
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:

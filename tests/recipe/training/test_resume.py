@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
@@ -14,7 +13,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -111,33 +109,6 @@ def where(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Path:
     (folder / "text.txt").write_text(text)
     subprocess.run(command(*OVERRIDES, "hydra.run.dir=whole"), cwd=folder, check=True, timeout=120)
     return folder
-
-
-@pytest.mark.slow
-def test_a_resume_reads_every_file_of_the_checkpoint_once_on_the_first_rank_alone(
-    where: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digest, read = hashlib.file_digest, list[str]()
-
-    def counted(file: Any, name: Any) -> Any:
-        read.append(file.name)
-        return digest(file, name)
-
-    shutil.copytree(where / "whole", where / "read-once", symlinks=True)
-    newest = where / "read-once" / "checkpoints" / f"step-{STEPS:08d}"
-    files = {str(file.relative_to(where)) for file in newest.rglob("*.safetensors")}
-    assert len(files) == 2
-    monkeypatch.chdir(where)
-    monkeypatch.setattr(hashlib, "file_digest", counted)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    prepare(["resume=read-once", "training.batch_size=2"])
-    assert not read
-    monkeypatch.delenv("RANK")
-    monkeypatch.delenv("WORLD_SIZE")
-    train("resume=read-once", f"training.steps={STEPS + 1}")
-    assert sorted(name for name in read if newest.name in name) == sorted(files)
-    assert losses(Path("read-once"))[:-1] == losses(Path("whole"))
 
 
 @pytest.mark.slow
@@ -307,11 +278,6 @@ def test_a_run_recorded_before_an_option_existed_did_what_is_now_its_default(run
     check_resumable(config, now, checkpoint)
     with pytest.raises(ConfigError, match=r"model.qk_norm=true differs from the run's model.qk_norm=false"):
         check_resumable(config, replace(now, model=replace(now.model, qk_norm=True)), checkpoint)
-
-
-def test_a_resumed_run_may_change_how_it_trains(runs: Path) -> None:
-    changed = ["attention=tiled", "model.dropout=0.2", "training.steps=9000", "optimizer.lr=1e-4", "schedule=constant"]
-    assert resumed("resume=auto", *changed) == "outputs/newer"
 
 
 def test_with_rotary_positions_a_resumed_run_may_have_longer_sequences(runs: Path) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from model.gpt import GPTConfig
-from recipe.distributed.config import ParallelConfig
 from recipe.distributed.context import ContextBy
+from recipe.distributed.options import ParallelConfig
 from recipe.run.check import mistakes
 from recipe.run.config import Config
 from recipe.training.optimizer import ScheduleConfig
@@ -64,12 +64,6 @@ def test_a_division_of_work_that_the_ranks_cannot_do_is_refused_in_one_sentence(
 ) -> None:
     (said,) = mistakes(replace(CONFIG, parallel=parallel), ranks)
     assert sentence in said
-
-
-def test_a_length_between_two_that_can_be_shared_names_both() -> None:
-    config = replace(CONFIG, seq_len=1000, parallel=ParallelConfig(context=4))
-    (said,) = mistakes(config, 4)
-    assert said.endswith("use seq_len=960 or seq_len=1024.")
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(exact=False), ParallelConfig(exact=False, context=3)])

@@ -11,7 +11,7 @@ with the dropout masks of the training step. `run - reference` is the effect of 
 implementations are about equally far from `exact`, so they differ by a small multiple of the floor at most.
 
 The floor includes the rounding of the whole model. Each layer's attention is therefore also called alone, and compared
-with fp64 row by row (layers.py).
+with fp64 row by row (parity_layers.py).
 
 The probe changes no weight, gradient or random-number generator.
 """
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,19 +40,14 @@ from data.batches import Batch
 from model.gpt import GPT
 from recipe.errors import UserError, sentence_of
 from recipe.training.device import free_memory
-from recipe.training.parity import PARITY_MARGIN
-from recipe.training.parity.fwd_bwd import FwdBwd, differences, fwd_bwd, memory_returned
-from recipe.training.parity.layers import check_layers, part
-from recipe.wording import times
+from recipe.training.fwd_bwd import FwdBwd, differences, fwd_bwd, memory_returned
+from recipe.training.parity import beyond_rounding, rank, wrong_alone
+from recipe.training.parity_layers import check_layers, part
 
 log = logging.getLogger(__name__)
 
 # A probe takes at most this fraction of the memory that is free when it starts.
 MEMORY_SHARE = 0.8
-ALONE = (
-    "attention_error",
-    "attention_error_higher",
-)  # of each layer alone: see parity/layers.py
 
 
 @dataclass
@@ -165,7 +159,7 @@ class ParityProbe:
         return measured | layers | {"parity/tokens": [B, T]}
 
     def _layers(self, model: GPT, batch: Batch, key: DropoutKey | None) -> dict[str, Any]:
-        """Each layer's attention alone, on as many sequences and tokens as layers.py compares and the memory holds."""
+        """Each layer's attention alone, on as many sequences and tokens as fit in its time and in memory."""
         B, T = part(batch.inputs.shape[0], batch.inputs.shape[1], batch.inputs.device)
         while True:
             try:
@@ -185,7 +179,7 @@ class ParityProbe:
         difference = differences(run(model.attend, self.shape.dtype), reference)
         with full_precision_products():
             noise = differences(reference, run(self.reference, self.exact_dtype))
-        worst = max(difference.gradients, key=lambda name: _rank(difference.gradients[name]))
+        worst = max(difference.gradients, key=lambda name: rank(difference.gradients[name]))
         return {
             "parity/loss_diff": difference.loss,
             "parity/logits_max_diff": difference.logits,
@@ -193,7 +187,7 @@ class ParityProbe:
             "parity/worst_parameter": worst,
             "parity/noise_loss_diff": noise.loss,
             "parity/noise_logits_max_diff": noise.logits,
-            "parity/noise_grad_rel_err": max(noise.gradients.values(), key=_rank),
+            "parity/noise_grad_rel_err": max(noise.gradients.values(), key=rank),
         }
 
     def _first_window(self, model: GPT, B: int, T: int) -> tuple[int, int]:
@@ -217,57 +211,6 @@ class ParityProbe:
             f"parity: attention={self.config.reference} on {of_B} sequences of {of_T} tokens does not fit in memory; "
             f"comparing {B} of {T}."
         )
-
-
-def beyond_rounding(measured: Mapping[str, Any]) -> str | None:
-    """A sentence on the difference that rounding does not explain, or None.
-
-    Logits and gradients may differ by PARITY_MARGIN times the noise. The loss does not count: the difference of two
-    scalars is too often close to zero by accident.
-    """
-    for name, what in (
-        ("logits_max_diff", "a logit"),
-        ("grad_rel_err", f"the gradient of {measured['parity/worst_parameter']}"),
-    ):
-        difference, noise = measured[f"parity/{name}"], measured[f"parity/noise_{name}"]
-        if not difference <= PARITY_MARGIN * noise:  # a NaN is not
-            return f"{what} differs from the reference's by {difference:.2g}, where rounding explains {noise:.2g}"
-    return None
-
-
-def wrong_alone(measured: Mapping[str, Any]) -> str | None:
-    """A sentence on a layer whose attention alone is further from fp64 than rounding explains, or None."""
-    names = [f"parity/{name}" for name in ALONE]
-    worst = max((float(measured[name]) for name in names if name in measured), default=0.0)
-    if worst <= 1:
-        return None
-    return f"{measured['parity/attention_worst']} is {times(worst)} as far from fp64 as rounding explains"
-
-
-def _rank(value: Any) -> float:
-    """A sort key with NaN above all numbers. metrics.jsonl has "nan" and "inf" as text."""
-    return math.inf if math.isnan(float(value)) else float(value)
-
-
-def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The `parity` entry of summary.json from the lines of metrics.jsonl: the worst value of every measure, the largest
-    noise, and the [sequences, tokens] of the last probe. None without probes."""
-    checks = [line for line in lines if "parity/loss_diff" in line]
-    if not checks:
-        return None
-
-    def worst(name: str) -> float:
-        return max((check[f"parity/{name}"] for check in checks if f"parity/{name}" in check), key=_rank)
-
-    measures = ("loss_diff", "logits_max_diff", "grad_rel_err")
-    return {
-        "checks": len(checks),
-        **{f"worst_{name}": worst(name) for name in measures},
-        "worst_parameter": max(checks, key=lambda check: _rank(check["parity/grad_rel_err"]))["parity/worst_parameter"],
-        **{f"noise_{name}": worst(f"noise_{name}") for name in measures},
-        "tokens": checks[-1]["parity/tokens"],
-        **{f"worst_{name}": worst(name) for name in ALONE if any(f"parity/{name}" in check for check in checks)},
-    }
 
 
 def smaller(B: int, T: int) -> tuple[int, int]:

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +20,7 @@ from data.tasks.needle import Needle
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from model.positions import PositionTables
-from model.score import ScoreConfig
-from recipe.training.recall.position_loss import PositionLoss, in_context_score
-from recipe.training.recall.probe import lengths_for, stretched
-from recipe.training.recall.recall import TaskProbe
+from recipe.training.recall import PositionLoss, TaskRecall, in_context_score, lengths_for, stretched
 
 T = 32
 SMALL = GPTConfig(n_layers=2, n_heads=2, n_embd=16)
@@ -54,7 +50,7 @@ class ShortSighted:
 
 
 def test_accuracy_by_length_and_distance_shows_how_far_a_model_sees() -> None:
-    model, probe = ShortSighted(16, Positions.none), TaskProbe(TASKS["needle"], T)
+    model, probe = ShortSighted(16, Positions.none), TaskRecall(TASKS["needle"], T)
     metrics, details = probe.details(model)  # type: ignore[arg-type]
     assert details["lengths"] == [32, 64, 128, 256]
     assert details["distances"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -68,20 +64,20 @@ def test_accuracy_by_length_and_distance_shows_how_far_a_model_sees() -> None:
 
 
 def test_at_the_trained_length_the_accuracy_is_that_of_every_evaluation() -> None:
-    probe = TaskProbe(TASKS["needle"], T)
+    probe = TaskRecall(TASKS["needle"], T)
     assert probe.measure(ShortSighted(T, Positions.none)) == {"probe/needle": 1.0}  # type: ignore[arg-type]
     assert probe.measure(ShortSighted(0, Positions.none)) == {"probe/needle": 0.0}  # type: ignore[arg-type]
 
 
 def test_learned_positions_are_not_measured_beyond_their_length() -> None:
-    metrics, details = TaskProbe(TASKS["needle"], T).details(ShortSighted(T, Positions.learned))  # type: ignore[arg-type]
+    metrics, details = TaskRecall(TASKS["needle"], T).details(ShortSighted(T, Positions.learned))  # type: ignore[arg-type]
     assert (metrics, details["lengths"]) == ({}, [T])
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name != "needle"])
 def test_every_task_is_measured_at_every_distance_that_it_asks(name: str) -> None:
     task = TASKS[name]
-    _, details = TaskProbe(task, T).details(build(SMALL))
+    _, details = TaskRecall(task, T).details(build(SMALL))
     asked = {
         int(d) for s in drawn(task, T, VALIDATION_SEED, VALIDATION, range(512)) for d in s.distance[s.targets >= 0]
     }
@@ -139,42 +135,3 @@ def test_the_loss_by_position_is_that_of_each_place_in_the_window() -> None:
 def test_a_model_that_gains_from_its_context_has_a_negative_score() -> None:
     assert in_context_score(np.linspace(3.0, 2.0, 500)) < -0.8
     assert in_context_score(np.full(500, 2.0)) == 0
-
-
-def answers(tokens: list[int], n_layers: int, score: ScoreConfig | None = None, **model: Any) -> Tensor:
-    """The logits after each token, from weights that distinguish tokens: (T, V)."""
-    torch.manual_seed(1)
-    gpt = GPT(replace(SMALL, n_layers=n_layers, **model), 256, T, build_attention(AttentionConfig()), score=score)
-    for weight in gpt.parameters():
-        weight.data.normal_(std=0.3)
-    with torch.no_grad():
-        return gpt.eval()(torch.tensor([tokens]))[0]
-
-
-@pytest.mark.parametrize(
-    ("model", "score", "counts"),
-    [
-        ({"positions": Positions.none}, {}, False),
-        ({"positions": Positions.none}, {"alibi": True}, False),
-        ({"positions": Positions.rotary}, {"window": 8}, False),
-        ({"positions": Positions.rotary}, {"sinks": True}, True),
-        ({"positions": Positions.learned}, {}, True),
-    ],
-)
-def test_equal_tokens_hide_how_many_they_are_from_all_but_learned_positions_and_sinks(
-    model: dict[str, Any], score: dict[str, Any], counts: bool
-) -> None:
-    """A softmax averages equal values, whatever their weights."""
-    logits = answers([7] * T, 3, ScoreConfig(**score), **model)
-    spread = float((logits - logits[0]).abs().max() / logits.abs().max())
-    assert spread > 0.01 if counts else spread < 1e-5
-
-
-def test_one_layer_without_positions_cannot_tell_a_run_from_the_same_tokens_in_another_order() -> None:
-    def differs(positions: Positions, n_layers: int) -> bool:
-        run, mixed = (answers(tokens, n_layers, positions=positions)[-1] for tokens in ([1, 0, 0], [0, 1, 0]))
-        return not torch.allclose(run, mixed, rtol=0, atol=1e-5)
-
-    assert not differs(Positions.none, 1)
-    assert differs(Positions.none, 2)
-    assert differs(Positions.rotary, 1)

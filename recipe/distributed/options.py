@@ -50,14 +50,14 @@ def check_parallel(config: ParallelConfig, ranks: int) -> None:
         raise ParallelError(f"parallel.context={config.context} must be at least 1, which leaves every sequence whole.")
     if ranks % config.context:
         fitting = max(n for n in range(1, min(config.context, ranks) + 1) if ranks % n == 0)
-        here, there = (
+        with_these, with_others = (
             "" if not config.exact or _is_power_of_two(n) else " and set parallel.exact=false"
             for n in (ranks, config.context)
         )
         raise ParallelError(
             f"parallel.context={config.context} must divide the number of ranks, {ranks}; use "
-            f"parallel.context={fitting}{here}, or start {config.context} ranks with torchrun --nproc-per-node "
-            f"{config.context}{there}."
+            f"parallel.context={fitting}{with_these}, or start {config.context} ranks with torchrun --nproc-per-node "
+            f"{config.context}{with_others}."
         )
     if config.exact and not _is_power_of_two(ranks):
         raise ParallelError(

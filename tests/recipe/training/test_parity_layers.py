@@ -13,9 +13,9 @@ from attention import AttentionConfig, Score
 from attention.naive import NaiveAttention
 from recipe.compare.layers import alone_worst
 from recipe.compare.runs import find_runs
-from recipe.training.parity import layers
-from recipe.training.parity.layers import Layers, part
-from recipe.training.parity.probe import summarise, wrong_alone
+from recipe.training import parity_layers as layers
+from recipe.training.parity import summarise, wrong_alone
+from recipe.training.parity_layers import Layers, part
 from tests.attention.faults import probed, registered
 from tests.recipe.compare.synthetic import write_run
 from tests.right_attention import RIGHT

@@ -180,8 +180,8 @@ class Listener:
             got["out"] = out.detach()
             if self.training:
                 with torch.autocast(q.device.type, enabled=False):  # training's backward pass is outside it too
-                    given = torch.autograd.grad(out, list(leaves.values()), do, allow_unused=True)
-                got |= dict(zip(leaves, given, strict=True))
+                    gradients = torch.autograd.grad(out, list(leaves.values()), do, allow_unused=True)
+                got |= dict(zip(leaves, gradients, strict=True))
         tf32 = q.dtype is torch.float32 and self.attend.config.allow_tf32
         return judge(q.detach(), k.detach(), v.detach(), do, problem, got, TF32_EPS if tf32 else None)
 
