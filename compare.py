@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
     out = Path(config.out or (folders[0] / "report" if len(folders) == 1 else "report-out"))
     try:
         if plan:
-            from recipe.compare.arena.page import write_arena_report  # needs scipy, which takes a second to import
+            from recipe.compare.arena_page import write_arena_report  # needs scipy, which takes a second to import
 
             report = write_arena_report(collected, plan, folders[0], out)
         else:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from compare import main
-from recipe.compare.arena.page import write_arena_report
-from recipe.compare.arena.results import Arena, compare_arms
-from recipe.compare.arena.text import arena_answer, departures, go_on, lr_warnings
+from recipe.compare.arena_page import write_arena_report
+from recipe.compare.arena_results import Arena, compare_arms
+from recipe.compare.arena_text import arena_answer, departures, go_on, lr_warnings
 from recipe.compare.page import Report
 from recipe.compare.runs import find_runs
 from recipe.errors import UserError

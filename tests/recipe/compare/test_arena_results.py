@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from recipe.compare.arena.race import race
-from recipe.compare.arena.results import (
+from recipe.compare.arena_results import (
     Arena,
     Comparison,
     SizeDifference,
     compare_arms,
     differences_by_size,
+    race,
     slope,
 )
-from recipe.compare.arena.statistics import Verdict
-from recipe.compare.arena.tables import race_table, size_table, verdict_table
+from recipe.compare.arena_tables import race_table, size_table, verdict_table
 from recipe.compare.runs import find_runs
+from recipe.compare.statistics import Verdict
 from recipe.run.queue.plan import read_plan
 from tests.recipe.compare.synthetic_arena import losses_of, write_arena
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from recipe.compare.arena.statistics import (
+from recipe.compare.statistics import (
     ALPHA,
     POWER,
     Verdict,

@@ -6,10 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from recipe.compare.arena.race import race
-from recipe.compare.arena.results import Arena, ArmRuns, differences_by_size, slope
-from recipe.compare.arena.statistics import ALPHA, Paired, paired
+from recipe.compare.arena_results import Arena, ArmRuns, differences_by_size, race, slope
 from recipe.compare.costs import attention_alone, median_of
+from recipe.compare.statistics import ALPHA, Paired, paired
 from recipe.compare.tables import DASH, Table, count, loss, memory, table
 from recipe.wording import percent
 

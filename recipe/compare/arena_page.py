@@ -6,11 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from recipe.compare.arena.figures import arena_charts, forest
-from recipe.compare.arena.race import race
-from recipe.compare.arena.results import Arena, Comparison, Reading, compare_arms
-from recipe.compare.arena.statistics import ALPHA
-from recipe.compare.arena.tables import (
+from recipe.compare.arena_figures import arena_charts, forest
+from recipe.compare.arena_results import Arena, Comparison, Reading, compare_arms, race
+from recipe.compare.arena_tables import (
     cost_table,
     lr_table,
     plan_table,
@@ -19,9 +17,10 @@ from recipe.compare.arena.tables import (
     size_table,
     verdict_table,
 )
-from recipe.compare.arena.text import arena_answer, departures, go_on, lr_warnings
+from recipe.compare.arena_text import arena_answer, departures, go_on, lr_warnings
 from recipe.compare.page import Report, Section, draw, sources_of, subtitle, write_page
 from recipe.compare.runs import RunSet
+from recipe.compare.statistics import ALPHA
 from recipe.compare.tables import as_csv, run_table, runs_csv
 from recipe.compare.text import notes_on
 from recipe.files import to_json

@@ -12,11 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from recipe.compare.arena.results import Arena, Comparison, difference_curves
-from recipe.compare.arena.statistics import ALPHA, paired
+from recipe.compare.arena_results import Arena, Comparison, difference_curves
 from recipe.compare.costs import attention_alone
 from recipe.compare.figures import loss_chart
 from recipe.compare.probes import probe_charts
+from recipe.compare.statistics import ALPHA, paired
 from recipe.drawing import Chart, Palette, Style, finish_steps, height_for, label_axes, legend, styles
 from recipe.wording import memory_unit, percent, short_number
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from data.errors import first_few
 from recipe.compare.answers import Answer
-from recipe.compare.arena.results import Arena, ArmRuns, Comparison
-from recipe.compare.arena.statistics import ALPHA, POWER, Verdict
+from recipe.compare.arena_results import Arena, ArmRuns, Comparison
 from recipe.compare.runs import Run
+from recipe.compare.statistics import ALPHA, POWER, Verdict
 from recipe.compare.sweeps import comparison_key
 from recipe.wording import listed, percent
 
