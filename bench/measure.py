@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 
@@ -69,11 +68,6 @@ def interleaved(
                 failed[name] = error
                 release(device)
     return {name: failed.get(name) or Timing.of(sampler.samples) for name, sampler in samplers.items()}
-
-
-def in_turns(calls: Mapping[str, Call], device: torch.device, seconds: float) -> dict[str, Timing | Exception]:
-    """`interleaved` for calls that need no preparation."""
-    return interleaved({name: partial(lambda call: call, call) for name, call in calls.items()}, device, seconds)
 
 
 @dataclass(frozen=True)

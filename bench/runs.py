@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from collections import deque
@@ -42,24 +41,11 @@ def train(overrides: Sequence[str], folder: Path, gpus: int = 1) -> Row:
 
 
 def recorded(folder: Path) -> Row:
-    """The results in a run folder: summary.json's, and the losses by step from metrics.jsonl.
+    """The results in a run folder's summary.json.
 
-    A run whose model did not fit into memory has neither metrics nor most results.
+    A run whose model did not fit into memory lacks most of them.
     """
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    copied = ("status", "message", "step", "train_loss", "val_loss", "non_finite_step", "tokens")
-    row: Row = {name: summary.get(name) for name in (*copied, "attention_path", "precision")}
-    row["wall_s"] = summary.get("wall_time_s")
+    row: Row = {"status": summary["status"], "message": summary.get("message"), "wall_s": summary.get("wall_time_s")}
     row |= {name.split("/")[1]: value for kind in ("median", "peak") for name, value in summary.get(kind, {}).items()}
-    if probed := summary.get("parity"):
-        for kind, measure in (("gradients", "grad_rel_err"), ("logits", "logits_max_diff")):
-            error, noise = (float(probed[f"{which}_{measure}"]) for which in ("worst", "noise"))
-            if noise and math.isfinite(error / noise):
-                row.setdefault("probe", {})[kind] = error / noise
-    metrics = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    for name, metric in (("losses", "train/loss"), ("evaluations", "val/loss"), ("evaluations_ema", "val/loss_ema")):
-        values = [[line["step"], round(float(line[metric]), 6)] for line in lines if metric in line]
-        row[name] = [value for value in values if math.isfinite(value[1])]
-    row["elapsed_s"] = [[line["step"], round(line["throughput/elapsed_s"], 2)] for line in lines]
-    return {name: value for name, value in row.items() if value not in (None, [])}
+    return {name: value for name, value in row.items() if value is not None}

@@ -1,19 +1,18 @@
 """The time of score formulas on a GPU beside causal attention's, and that of torch's compiled FlexAttention.
 
-    python -m bench.attention.formulas                           8 heads, 16k tokens, bf16: about three minutes
+    python -m bench.attention.formulas                           8 heads, 16k tokens, bf16; mostly compiling
     python -m bench.attention.formulas --scores FoX --no-flex    the scores whose names contain this
     python -m bench.attention.formulas --heads 128 --dropout 0   one head size, without dropout
 
-First each formula compiles in a process of its own, all at the same time. Then each is timed in turns with causal
-attention of the same head size and dropout: a ratio is the median over pairs of calls, one directly after the other.
-Flex has no dropout and is timed at the first of the head sizes. Each row replaces the earlier one in
+Each formula is timed in turns with causal attention of the same head size and dropout: a ratio is the median over pairs
+of calls, one directly after the other; the first two compile. Flex has no dropout and is timed at the first of the head
+sizes. Each row replaces the earlier one in
 bench/results/formulas-<device>.json, and their table is beside it.
 """
 
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -128,30 +127,6 @@ def passes(row: Row, implementation: str, T: int, D: int, dropout: float) -> tup
     return forward, lambda out: torch.autograd.grad(out, leaves, do, retain_graph=True)
 
 
-def warm(number: int, implementation: str, T: int, cases: Sequence[tuple[int, float]]) -> None:
-    """Compile the kernels of a row into the caches on disk."""
-    for D, dropout in cases:
-        try:
-            forward, backward = passes(ROWS[number], implementation, T, D, dropout)
-            backward(forward())
-        except Exception as error:  # `measure` meets it again
-            print(f"{ROWS[number].name}, {implementation}: {reason(error)}", flush=True)
-
-
-def warm_all(
-    rows: Sequence[Row], T: int, cases: Sequence[tuple[int, float]], flex: Sequence[tuple[int, float]]
-) -> None:
-    """`warm` rows, each in a process of its own; `flex`: the cases of FlexAttention."""
-    context = multiprocessing.get_context("spawn")
-    calls = [(ROWS.index(row), "flash", T, cases) for row in rows]
-    calls += [(ROWS.index(row), "flex", T, flex) for row in rows if row.flex and flex]
-    workers = [context.Process(target=warm, args=call) for call in calls]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-
-
 def reason(error: Exception) -> str:
     """The first line of an error."""
     return (str(error).splitlines() or [type(error).__name__])[0]
@@ -197,8 +172,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flex = [] if args.no_flex else [case for case in cases if not case[1]][:1]
     rows = [row for row in ROWS if args.scores in row.name]
     now = measurement(command_of(parser, arguments), device, tokens=T, heads=H, dtype="bfloat16")
-    warm_all([ROWS[0], *(row for row in rows if row is not ROWS[0])], T, cases, flex)
-    print(f"compiled in {time.time() - start:.0f} s", flush=True)
     path = result_file(args.name, device_name(device), args.results)
     with Recorder(path, IDENTITY, now) as recorder:
         for row in rows:
