@@ -21,7 +21,7 @@ _FREE = (
     "ladder",
 )  # fmt: skip
 _FREE_TRAINING = (
-    "log_every", "eval_every", "checkpoint_every", "keep_last", "profile", "memory_snapshot", "sample_tokens",
+    "log_every", "eval_every", "checkpoint_every", "keep_last", "profile", "sample_tokens",
     "cpu_memory_gib", "time_attention",
 )  # fmt: skip
 _GROUPS = ("data", "score", "optimizer", "model", "schedule")  # whose files in conf/ are choices, in its order

@@ -212,7 +212,6 @@ def build_run(config: Config, folder: Path, overrides: list[str], data: Data, tr
         folder,
         trainer.device,
         profile=config.training.profile and first,
-        memory_snapshot=config.training.memory_snapshot and first,
         start=start,
         steps=config.training.steps,
         print=record.print,

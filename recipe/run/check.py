@@ -26,7 +26,6 @@ from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
 from recipe.run.build import attention_shape, one_document
 from recipe.run.config import Config, ConfigError, as_plain
-from recipe.run.profiler import check_profile
 from recipe.run.tracker import tracking_mistakes
 from recipe.run.weights import Weights
 from recipe.training.device import Precision, resolve_device, resolve_precision
@@ -136,7 +135,6 @@ def device_mistakes(config: Config) -> Iterator[str]:
     shape = attention_shape(config, device)
     yield from refusal(lambda: build_attention(config.attention).check(shape))
     yield from refusal(check_parity, config.parity, config.attention, shape)
-    yield from refusal(check_profile, device, config.training.memory_snapshot)
 
 
 def refusal(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:

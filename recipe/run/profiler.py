@@ -1,6 +1,6 @@
-"""The time of a training step by category, and snapshots of its memory.
+"""The time of a training step by category.
 
-    profiler = Profiler(run_folder, device, profile=True, memory_snapshot=False, start=start, steps=steps)
+    profiler = Profiler(run_folder, device, profile=True, start=start, steps=steps)
     for step in range(start, steps):
         if step == profiler.first:
             profiler.start()
@@ -9,8 +9,7 @@
             metrics |= profiler.stop()          # {"profile/attention_percent": 19.2, ...}
 
 A few steps, after compilation and warm-up, are recorded by torch's profiler. `profile/trace.json.gz` in the run
-folder opens in chrome://tracing or ui.perfetto.dev; `profile/table.txt` sums it up. `memory_snapshot` writes
-`profile/memory.pickle`, every allocation of those steps with its stack, for pytorch.org/memory_viz.
+folder opens in chrome://tracing or ui.perfetto.dev; `profile/table.txt` sums it up.
 
 The trace is read here, because torch's `key_averages` adds up times by an operator's name: a product within attention
 would count as a linear layer, a backward kernel as its autograd node, two kernels that run at once would count twice,
@@ -32,8 +31,6 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-
-from recipe.errors import UserError
 
 WARMUP_STEPS, PROFILED_STEPS = 10, 5
 WINDOW = "profiled steps"
@@ -71,18 +68,6 @@ DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 Span = tuple[float, float, str]  # from, to, category
 
 
-class ProfileError(UserError, ValueError):
-    """A recording that is not possible here; the message says what to change."""
-
-
-def check_profile(device: torch.device, memory_snapshot: bool) -> None:
-    """Raise ProfileError for a memory snapshot without a GPU."""
-    if memory_snapshot and device.type != "cuda":
-        raise ProfileError(
-            f"training.memory_snapshot=true records a GPU's allocator, and device={device} has none; leave it out."
-        )
-
-
 class Profiler:
     """Records some steps of a run, once.
 
@@ -95,17 +80,15 @@ class Profiler:
         device: torch.device,
         *,
         profile: bool,
-        memory_snapshot: bool,
         start: int,
         steps: int,
         print: Callable[[str], None] = print,
     ) -> None:
         """The steps recorded are PROFILED_STEPS after WARMUP_STEPS, or earlier in a run of fewer `steps`."""
         self.folder, self.device, self.print = folder / "profile", device, print
-        self.profile, self.memory_snapshot = profile, memory_snapshot
         self.first: int | None = None
         self.last: int | None = None
-        if profile or memory_snapshot:
+        if profile:
             self.first = max(start, min(start + WARMUP_STEPS, steps - PROFILED_STEPS))
             self.last = min(self.first + PROFILED_STEPS, steps) - 1
         self.recording = ExitStack()
@@ -113,15 +96,12 @@ class Profiler:
     def start(self) -> None:
         """Start recording, before the step `first`."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.memory_snapshot:
-            torch.cuda.memory._record_memory_history()
-        if self.profile:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the library prints messages when it starts and stops
-            on_gpu = self.device.type == "cuda"
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-            self.profiler = self.recording.enter_context(profile(activities=activities))
-            self._wait()
-            self.recording.enter_context(record_function(WINDOW))
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the library prints messages when it starts and stops
+        on_gpu = self.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        self.profiler = self.recording.enter_context(profile(activities=activities))
+        self._wait()
+        self.recording.enter_context(record_function(WINDOW))
 
     def stop(self) -> dict[str, float]:
         """Stop recording, after the step `last`; write and print the results.
@@ -132,13 +112,6 @@ class Profiler:
         assert self.last is not None
         self._wait()
         self.recording.close()
-        if self.memory_snapshot:
-            path = self.folder / "memory.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))
-            torch.cuda.memory._record_memory_history(enabled=None)
-            self.print(f"memory snapshot: {path} (open it at pytorch.org/memory_viz)")
-        if not self.profile:
-            return {}
         path, plain = self.folder / "trace.json.gz", self.folder / "trace.json"
         self.profiler.export_chrome_trace(str(plain))
         with plain.open("rb") as trace, gzip.open(path, "wb", compresslevel=6) as compressed:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 # An option, or the options that begin with a prefix such as "ladder." -> what to do instead.
 REMOVED: dict[str, str] = {
     "experiment=ladder": "an arena trains its arms at several sizes: experiment=arena arena.sizes=[1,2,4]",
     "ladder.": "an arena trains its arms at several sizes: experiment=arena arena.sizes=[1,2,4]",
+    "training.memory_snapshot": "training.profile=true shows the steps; torch.cuda.memory records allocations",
     "training.mlp_in_fp8": "leave it out: the MLP computes in training.precision",
 }
 # The default of each removed option, with which a recorded configuration computes what it computes today.
@@ -17,6 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "ladder.width": 32,
     "ladder.head": 32,
     "ladder.depth": None,
+    "training.memory_snapshot": False,
     "training.mlp_in_fp8": False,
 }
 
@@ -32,7 +35,7 @@ def refusal(key: str) -> str | None:
 def is_at_removed_default(line: str) -> bool:
     """Whether a recorded override sets a removed option to its default."""
     key, _, value = line.lstrip("+").partition("=")
-    return key in DEFAULTS and value == str(DEFAULTS[key]).lower()
+    return key in DEFAULTS and value.replace(" ", "") == json.dumps(DEFAULTS[key], separators=(",", ":")).strip('"')
 
 
 def without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

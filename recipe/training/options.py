@@ -43,7 +43,6 @@ class TrainingConfig:
     cpu_memory_gib    on a CPU, limit of the process's memory, as if it were a GPU of that size
     ema               decay of a moving average of the weights, which is evaluated and saved beside them; 0: none
     profile           record the time of a few steps by category
-    memory_snapshot   record every allocation of these steps on a GPU
     time_attention    measure after training the time of the attention alone in a step
     """
 
@@ -69,7 +68,6 @@ class TrainingConfig:
     cpu_memory_gib: float | None = None
     ema: float = 0.0
     profile: bool = False
-    memory_snapshot: bool = False
     time_attention: bool = False
 
     def micro_steps(self, seq_len: int, world_size: int) -> int:

@@ -182,7 +182,7 @@ MISTAKES = {
     "data.path=notes.txt": "data.path=notes.txt has no effect with data=stdlib",
     "device=gpu": "device=gpu is not known; choose one of auto, cpu, cuda",
     "device=cuda": "device=cuda needs a CUDA GPU, .* use device=cpu",
-    "training.memory_snapshot=true device=cpu": "training.memory_snapshot",
+    "training.memory_snapshot=true": "training.memory_snapshot is no longer an option",
     "parity.every=-1": "parity.every=-1",
     "parity.every=9 parity.reference=foo": "^parity.reference=foo is not known; choose one of naive, ",
     "parity.every=9 parity.reference=flex device=cpu": "^parity.reference=flex cannot stand beside .* no backward pass",

@@ -15,10 +15,8 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from recipe.run.profiler import (
     CATEGORIES,
-    ProfileError,
     Profiler,
     category_of,
-    check_profile,
     read_trace,
     summarise,
 )
@@ -141,7 +139,7 @@ def test_a_run_is_recorded_once_and_its_step_is_accounted_for(tmp_path):
     tokens = torch.randint(1000, (1, 64))  # few, of many words: no part takes less than a twelfth
     printed: list[str] = []
     profiler = Profiler(
-        tmp_path, CPU, profile=True, memory_snapshot=False, start=3, steps=10, print=printed.append
+        tmp_path, CPU, profile=True, start=3, steps=10, print=printed.append
     )  # fmt: skip
     assert (profiler.first, profiler.last) == (5, 9)
     metrics: dict[str, float] = {}
@@ -162,18 +160,13 @@ def test_a_run_is_recorded_once_and_its_step_is_accounted_for(tmp_path):
 
 @pytest.mark.parametrize(("start", "steps", "window"), [(0, 100, (10, 14)), (40, 100, (50, 54)), (0, 3, (0, 2))])
 def test_the_steps_recorded_follow_the_warm_up_where_there_are_enough(tmp_path, start, steps, window):
-    profiler = Profiler(tmp_path, CPU, profile=True, memory_snapshot=False, start=start, steps=steps)
+    profiler = Profiler(tmp_path, CPU, profile=True, start=start, steps=steps)
     assert (profiler.first, profiler.last) == window
 
 
 def test_nothing_is_recorded_unasked(tmp_path):
-    profiler = Profiler(tmp_path, CPU, profile=False, memory_snapshot=False, start=0, steps=50)
+    profiler = Profiler(tmp_path, CPU, profile=False, start=0, steps=50)
     assert (profiler.first, profiler.last) == (None, None)
-
-
-def test_a_memory_snapshot_without_a_gpu_is_refused():
-    with pytest.raises(ProfileError, match=r"training\.memory_snapshot=true records a GPU's allocator"):
-        check_profile(CPU, memory_snapshot=True)
 
 
 @pytest.mark.usefixtures("forked")
@@ -183,7 +176,7 @@ import sys, torch
 from pathlib import Path
 from recipe.run.profiler import Profiler
 cpu = torch.device("cpu")
-wanted = dict(profile=True, memory_snapshot=False, start=0, steps=1)
+wanted = dict(profile=True, start=0, steps=1)
 profiler = Profiler(Path(sys.argv[1]), cpu, print=lambda line: None, **wanted)
 profiler.start()
 torch.ones(9).sum()

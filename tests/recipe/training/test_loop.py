@@ -223,7 +223,7 @@ class Recorder(NullRecord):
 
 def run(recorder: Recorder, interruption: Interruption | None = None, probes: Sequence[Recall] = ()) -> int:
     trainer = recorder.trainer
-    profiler = Profiler(Path(), CPU, profile=False, memory_snapshot=False, start=0, steps=trainer.training.steps)
+    profiler = Profiler(Path(), CPU, profile=False, start=0, steps=trainer.training.steps)
     return fit(
         Run(
             trainer,
