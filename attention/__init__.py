@@ -5,20 +5,20 @@
 >>> out = attend(q, k, v, score=Score(window=1024, soft_cap=50.0), layout=packed(cu_seqlens, length=4096)).out
 """
 
-from .config import Ablation, AttentionConfig, DropoutRng, KernelPath, ProductPrecision, SDPABackend
+from .adapters.flex import FlexAttention
+from .adapters.peers import FA4Attention, VarlenAttention
+from .adapters.sdpa import SDPAAttention
+from .adapters.varlen import varlen
 from .decode.cache import Cache
 from .dropout import DropoutKey, keep_mask
 from .errors import AttentionError, Option, UnsupportedAttention
 from .flash import FlashAttention
-from .flex import FlexAttention
 from .interface import Attention, AttentionOutput, AttentionShape
 from .layout import Layout, documents, packed
 from .naive import NaiveAttention
-from .peers import FA4Attention, VarlenAttention
+from .options import Ablation, AttentionConfig, DropoutRng, KernelPath, ProductPrecision, SDPABackend
 from .score import Score, ScoreError
-from .sdpa import SDPAAttention
 from .tiled import TiledAttention
-from .varlen import varlen
 
 __version__ = "0.2.0"
 

@@ -23,13 +23,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .config import AttentionConfig
 from .decode.cache import Cache
 from .dropout import RATES, DropoutKey, drop_threshold, is_valid_rate
 from .errors import AttentionError, Option, UnsupportedAttention, listed
 from .formula.call import prepared
 from .formula.hoist import scaled_queries
 from .layout import Layout
+from .options import AttentionConfig
 from .score import Score
 from .scores import OPTIONS
 from .spec import Spec
@@ -139,7 +139,9 @@ class Attention(ABC):
         """Raise UnsupportedAttention unless this class has all `features`: name -> the option that needs it."""
         for feature, asked_by in features.items():
             if feature not in self.supports:
-                template, names = listed([cls.name for cls in Attention.__subclasses__() if feature in cls.supports])
+                template, names = listed(
+                    sorted(cls.name for cls in Attention.__subclasses__() if feature in cls.supports)
+                )
                 raise UnsupportedAttention(
                     f"{{}} does not support {{}}; leave it out or choose {template}.",
                     Option("attention", self.name),
@@ -300,4 +302,4 @@ def plain(option: object) -> object:
 
 def readers(option: str) -> list[str]:
     """The implementations that read an option."""
-    return [cls.name for cls in Attention.__subclasses__() if option in cls.options]
+    return sorted(cls.name for cls in Attention.__subclasses__() if option in cls.options)

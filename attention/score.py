@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from .errors import Option, ScoreError
-from .formula.check import check
 from .formula.hoist import Steps, steps_of
+from .formula.rules import check
 from .formula.trace import trace
 from .layout import Layout
 from .scores import OPTIONS, HeadTensor, ScoreOption

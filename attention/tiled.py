@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .config import Ablation, AttentionConfig
 from .decode.cache import Cache
 from .decode.tiled import decode
 from .dropout import keep_mask, keep_scale
 from .errors import Option, UnsupportedAttention
 from .gpu import NAMESPACE
 from .interface import FEATURES, Attention, AttentionOutput, Call
+from .options import Ablation, AttentionConfig
 from .precision import accum_dtype
 from .score import Range
 from .scores.sinks import sinks_gradient, start_with_sinks

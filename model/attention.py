@@ -28,10 +28,10 @@ from torch.profiler import record_function
 from attention.interface import AttentionOutput
 from attention.layout import Layout
 from attention.score import Score
-from model.config import AttentionBias, Gate, GPTConfig, NormOver
 from model.fused_rotation import can_fuse_rotation, norm_and_rotate
 from model.linear import Linear
 from model.norms import RMSNorm, build_qk_norm
+from model.options import AttentionBias, Gate, GPTConfig, NormOver
 from model.positions import PositionTables, has_rotation
 from model.score import ScoreConfig
 from model.score_tensors import ScoreTensors

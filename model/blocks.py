@@ -19,11 +19,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from attention.score import Score
 from model.attention import SelfAttention, Surroundings
-from model.config import GPTConfig, NormPlace
 from model.dropout import Mask, drop
 from model.fused_norm import added_and_normed, can_add_norm
 from model.mlps import MLP
 from model.norms import build_norm
+from model.options import GPTConfig, NormPlace
 from model.score import ScoreConfig
 
 Masks = Sequence[Mask | None]  # residual dropout's mask at each site; None: keep all

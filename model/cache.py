@@ -20,7 +20,7 @@ from attention.decode.cache import Cache
 from attention.interface import Attention, AttentionOutput
 from attention.layout import Layout
 from attention.score import Score
-from model.config import GPTConfig
+from model.options import GPTConfig
 
 PAGE_SIZE = 64  # tokens
 

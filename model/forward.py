@@ -10,7 +10,7 @@ from torch import Tensor
 from attention.layout import Layout
 from model.attention import Attend, Surroundings
 from model.blocks import Masks
-from model.config import GPTConfig
+from model.options import GPTConfig
 from model.positions import PositionTables
 
 

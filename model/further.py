@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from attention.score import Range, Score, take_rows
 from model.blocks import Block
-from model.config import GPTConfig
 from model.linear import Linear
 from model.loss import IGNORE_INDEX
 from model.norms import build_norm
+from model.options import GPTConfig
 from model.score import ScoreConfig
 
 

@@ -6,14 +6,14 @@
     logits = ln_f(x) wte^T
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Submodules have GPT-2's names. Every other
-choice of model/config.py changes one of these lines.
+choice of model/options.py changes one of these lines.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -25,8 +25,6 @@ from attention.layout import Layout, documents
 from attention.score import Range, take_rows
 from model.attention import Attend, SelfAttention, labelled
 from model.blocks import Block, Masks, Stream, call
-from model.check import check_config
-from model.config import GPTConfig, ModelError, Positions, Recompute
 from model.dropout import Mask, draw_masks, drop
 from model.embedding import lookup
 from model.forward import Embedded, Pass
@@ -34,8 +32,10 @@ from model.further import Further, FurtherToken
 from model.fused_norm import can_fuse_stream
 from model.linear import Linear, linear
 from model.loss import LossKind, capped, cross_entropy
+from model.mistakes import check_config
 from model.mlps import MLP
 from model.norms import build_norm
+from model.options import GPTConfig, ModelError, Positions, Recompute
 from model.positions import Places, PositionTables, position_tables, rows_at
 from model.score import ScoreConfig, layer_scores
 from model.score_tensors import ScoreTensors
@@ -60,6 +60,16 @@ class Computation:
     residual_in_fp32: bool = True
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
+
+
+def vocabulary(config: GPTConfig, tokens: int) -> int:
+    """The number of logits, for a tokenizer with so many tokens. Raises ModelError where it has more."""
+    if config.vocab_size is not None and config.vocab_size < tokens:
+        raise ModelError(
+            f"model.vocab_size={config.vocab_size} is fewer than the tokenizer's {tokens} tokens; raise it, or use "
+            "model.vocab_size=null."
+        )
+    return config.vocab_size or tokens
 
 
 class GPT(nn.Module):
@@ -92,19 +102,41 @@ class GPT(nn.Module):
         """
         super().__init__()
         check_config(config)
-        if config.vocab_size is not None and config.vocab_size < vocab_size:
-            raise ModelError(
-                f"model.vocab_size={config.vocab_size} is fewer than the tokenizer's {vocab_size} tokens; raise it, "
-                "or use model.vocab_size=null."
-            )
-        self.config, self.vocab_size, self.seq_len = config, config.vocab_size or vocab_size, seq_len
-        self.attend, self.computation = attend, computation or Computation()
-        self.restart_positions = restart_positions
-        self.options = options = score or ScoreConfig()
-        self.scores = layer_scores(options, config.n_layers)
+        self.config, self.computation = config, computation or Computation()
+        self.vocab_size = vocabulary(config, vocab_size)
+        self.seq_len, self.restart_positions = seq_len, restart_positions
+        self.options = score or ScoreConfig()
+        self.scores = layer_scores(self.options, config.n_layers)
+        self.attend = attend
+        self.check_attention(documents)
+
+        # In the order of the random numbers that draw their weights.
+        rows = -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.wte = nn.Embedding(rows, config.n_embd)
+        if config.positions is Positions.learned:
+            self.wpe = nn.Embedding(seq_len, config.n_embd)
+        for name in PositionTables._fields:
+            self.register_buffer(name, None, persistent=False)
+        self.tables = position_tables(config, seq_len)
+        recomputes = self.computation.recompute is Recompute.attention
+        self.h = nn.ModuleList(
+            Block(config, score, self.options, layer, recomputes) for layer, score in enumerate(self.scores)
+        )
+        self.ln_f = build_norm(config)
+        self.lm_head = None if config.tied else Linear(config.n_embd, rows, bias=False)
+        self.value_embeddings = nn.ModuleList(
+            nn.Embedding(rows, config.kv_heads * config.head_size) for _ in range(config.value_embeddings)
+        )
+        self.embed_norm = build_norm(config) if config.embed_norm else nn.Identity()
+        self.further = self.second_head() if config.mtp else None
+        self.apply(self.initialise)
+
+    def check_attention(self, documents: bool) -> None:
+        """Raise UnsupportedAttention or ModelError for what the model's attention does not support."""
+        config, attend = self.config, self.attend
         device, dtype = torch.device(self.computation.device), self.computation.dtype
-        shape = AttentionShape(config.head_size, config.n_heads, config.kv_heads, dtype, device, self.scores)
-        attend.check(replace(shape, documents=documents))
+        heads = config.head_size, config.n_heads, config.kv_heads
+        attend.check(AttentionShape(*heads, dtype, device, self.scores, documents))
         if self.computation.recompute is Recompute.around_attention and not attend.operators:
             raise ModelError(
                 "training.recompute=around_attention keeps what the attention's operators give, and "
@@ -112,25 +144,10 @@ class GPT(nn.Module):
                 "attention.backend=math has none)."
             )
 
-        rows, width = -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, config.n_embd
-        self.wte = nn.Embedding(rows, width)
-        if config.positions is Positions.learned:
-            self.wpe = nn.Embedding(seq_len, width)
-        for name in PositionTables._fields:
-            self.register_buffer(name, None, persistent=False)
-        self.tables = position_tables(config, seq_len)
-        recompute_attention = self.computation.recompute is Recompute.attention
-        self.h = nn.ModuleList(
-            Block(config, score, options, layer, recompute_attention) for layer, score in enumerate(self.scores)
-        )
-        self.ln_f = build_norm(config)
-        self.lm_head = None if config.tied else Linear(width, rows, bias=False)
-        self.value_embeddings = nn.ModuleList(
-            nn.Embedding(rows, config.kv_heads * config.head_size) for _ in range(config.value_embeddings)
-        )
-        self.embed_norm = build_norm(config) if config.embed_norm else nn.Identity()
-        self.further = FurtherToken(config, self.scores[-1], options, recompute_attention) if config.mtp else None
-        self.apply(self.initialise)
+    def second_head(self) -> FurtherToken:
+        """A head that predicts the token after the next."""
+        recomputes = self.computation.recompute is Recompute.attention
+        return FurtherToken(self.config, self.scores[-1], self.options, recomputes)
 
     @torch.no_grad()
     def initialise(self, module: nn.Module) -> None:
@@ -158,8 +175,7 @@ class GPT(nn.Module):
             if isinstance(module, SelfAttention):
                 module.fill_fixed_tensors()
         if self.further is not None:
-            recompute_attention = self.computation.recompute is Recompute.attention
-            self.further = FurtherToken(self.config, self.scores[-1], self.options, recompute_attention).to(device)
+            self.further = self.second_head().to(device)
             self.further.apply(self.initialise)
 
     @property
@@ -202,8 +218,8 @@ class GPT(nn.Module):
 
         Returns (B, T, C). Raises ModelError.
         """
-        given = self.prepare(tokens, dropout_key, attend or self.attend, document_starts, rows)
-        return self.ln_f(self.through_blocks(given)[0])
+        inputs = self.prepare(tokens, dropout_key, attend or self.attend, document_starts, rows)
+        return self.ln_f(self.through_blocks(inputs)[0])
 
     def prepare(
         self,
@@ -260,8 +276,8 @@ class GPT(nn.Module):
         With `further` the result is (2,): that loss, and the second head's.
         `hidden` describes the other arguments and errors.
         """
-        given = self.prepare(tokens, dropout_key, attend or self.attend, document_starts, rows)
-        x, first = self.through_blocks(given)
+        inputs = self.prepare(tokens, dropout_key, attend or self.attend, document_starts, rows)
+        x, first = self.through_blocks(inputs)
         hidden = self.ln_f(x)
         if targets is None:
             return self.logits(hidden)
@@ -270,7 +286,7 @@ class GPT(nn.Module):
             return loss
         last = len(self.h)
         hidden = self.further(
-            x, self.embedding(further.tokens), lambda block, x: self.through(block, x, given, last, first)[0]
+            x, self.embedding(further.tokens), lambda block, x: self.through(block, x, inputs, last, first)[0]
         )
         return torch.stack([loss, self.loss(hidden, further.targets, further.known)])
 
@@ -310,8 +326,8 @@ class GPT(nn.Module):
 
         Drops nothing, and never reads values on the host. Returns (B, T, C).
         """
-        given = Pass(self.embed(tokens, positions, tables), attends, layout)
-        return self.ln_f(self.through_blocks(given)[0])
+        inputs = Pass(self.embed(tokens, positions, tables), attends, layout)
+        return self.ln_f(self.through_blocks(inputs)[0])
 
     def embed(
         self, tokens: Tensor, places: Places, tables: PositionTables | None = None, mask: Mask | None = None
@@ -333,26 +349,28 @@ class GPT(nn.Module):
         x = lookup(self.wte.weight, tokens)
         return x * math.sqrt(self.config.n_embd) if self.config.embed_scale else x
 
-    def through_blocks(self, given: Pass) -> tuple[Tensor, Tensor | None]:
+    def through_blocks(self, inputs: Pass) -> tuple[Tensor, Tensor | None]:
         """The residual stream (B, T, C) after the last block and, with value_residual, the first layer's values."""
         # What a recomputed block reads is stored, and should be a single tensor.
-        separate = self.computation.recompute is Recompute.none and can_fuse_stream(given.embedded.x)
-        x: Tensor | Stream = Stream(given.embedded.x) if separate else given.embedded.x
+        separate = self.computation.recompute is Recompute.none and can_fuse_stream(inputs.embedded.x)
+        x: Tensor | Stream = Stream(inputs.embedded.x) if separate else inputs.embedded.x
         first = None
         for layer, block in enumerate(self.h):
-            x, values = self.through(block, x, given, layer, first)
+            x, values = self.through(block, x, inputs, layer, first)
             first = values if layer == 0 else first
         return x.added() if isinstance(x, Stream) else x, first
 
-    def through(self, block: nn.Module, x: S, given: Pass, layer: int, first: Tensor | None) -> tuple[S, Tensor | None]:
+    def through(
+        self, block: nn.Module, x: S, inputs: Pass, layer: int, first: Tensor | None
+    ) -> tuple[S, Tensor | None]:
         """The residual stream after a block, and its values, from the stream x and the first layer's values."""
         kind = self.computation.recompute
         return call(
             kind in (Recompute.block, Recompute.around_attention) and torch.is_grad_enabled(),
             block,
             x,
-            given.around(layer, self.config, first),
-            given.masks_of(layer),
+            inputs.around(layer, self.config, first),
+            inputs.masks_of(layer),
             kept=self.attend.operators if kind is Recompute.around_attention else frozenset(),
         )
 

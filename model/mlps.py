@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import Activation, GPTConfig
 from model.fused_mlp import fused_mlp, is_trained_in_half
 from model.linear import Linear
+from model.options import Activation, GPTConfig
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.precision import accum_dtype
-from model.config import GPTConfig, Norm, NormScale
+from model.options import GPTConfig, Norm, NormScale
 
 EPS, QK_EPS = 1e-5, 1e-6
 

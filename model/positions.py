@@ -26,8 +26,8 @@ from torch import Tensor
 
 from attention.precision import accum_dtype
 from attention.score import Range, take_rows
-from model.config import GPTConfig, Positions, RopeScaling, Scaling
 from model.embedding import lookup
+from model.options import GPTConfig, Positions, RopeScaling, Scaling
 
 # The positions of tokens (B, T): as many integers or, where all rows have the same ones, their ranges.
 Places = Tensor | tuple[Range, ...]

@@ -123,4 +123,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setattr("attention.peers.check_kernels", lambda *_: None)
+    monkeypatch.setattr("attention.adapters.peers.check_kernels", lambda *_: None)

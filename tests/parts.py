@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model.config import (
+from model.options import (
     Activation,
     AttentionBias,
     Gate,

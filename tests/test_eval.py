@@ -19,8 +19,8 @@ from attention import AttentionConfig, build_attention
 from data.options import DataConfig, Documents
 from data.prepare import prepare
 from data.tokenizers import bytes_tokenizer, save_tokenizer
-from model.config import GPTConfig, Positions
 from model.gpt import GPT
+from model.options import GPTConfig, Positions
 from recipe.errors import UserError, refusals, sentence_of
 from recipe.infer.evaluation import scorer
 from recipe.infer.evaluation.harness import run_tasks

@@ -16,8 +16,8 @@ import torch
 import attention
 from attention import AttentionConfig, AttentionShape, build_attention
 from data.batches import Batches, GlobalBatch, eval_batches
-from model.config import GPTConfig
 from model.gpt import GPT
+from model.options import GPTConfig
 from recipe.compare.parity import judge
 from recipe.compare.runs import find_runs
 from recipe.compare.sweeps import cells_of

@@ -17,8 +17,8 @@ import sample
 from attention import IMPLEMENTATIONS, AttentionConfig, AttentionError, build_attention
 from attention.flash import paths
 from data.tokenizers import bpe_tokenizer, bytes_tokenizer, save_tokenizer
-from model.config import GPTConfig
 from model.gpt import GPT
+from model.options import GPTConfig
 from recipe.errors import UserError, refusals, sentence_of
 from recipe.infer.trained import CheckpointChoice
 from recipe.run.config import Config, ConfigError

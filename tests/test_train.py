@@ -24,8 +24,8 @@ from attention.naive import NaiveAttention
 from data.errors import DataError
 from data.options import DataConfig, Documents
 from data.tokenizers import bytes_tokenizer
-from model.config import GPTConfig, Positions
 from model.gpt import GPT
+from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
 from recipe.distributed.world import World
 from recipe.errors import UserError, refusals

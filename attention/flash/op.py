@@ -16,13 +16,13 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .. import gpu
-from ..config import ProductPrecision
 from ..decode.cache import Cache
 from ..dropout import drop_threshold
 from ..errors import Option, UnsupportedAttention
 from ..formula.hoist import scaled_queries as scale
 from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE, DeviceOf
 from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
+from ..options import ProductPrecision
 from ..score import Score
 from ..scores import OPTIONS
 from ..spec import Inputs, Spec

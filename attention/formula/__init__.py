@@ -5,7 +5,7 @@ parse.py, trace.py          graphs from text, by a white list, and from Python f
 derivative.py, ranges.py    derivatives; the range of every expression
 plan.py, hoist.py           the parts that are computed once for a row, a column or a distance instead of for each score
 evaluate.py, tile.py        formulas computed in torch
-call.py, check.py, axes.py  the positions of a call; the shapes of its tensors; mistakes in a formula
+call.py, rules.py, axes.py  the positions of a call; the shapes of its tensors; mistakes in a formula
 describe.py                 a formula in words
 """
 

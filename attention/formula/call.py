@@ -10,10 +10,10 @@ from torch import Tensor
 from ..layout import Layout
 from ..precision import accum_dtype
 from ..score import Score, key_intervals
-from .check import check_tensors
 from .evaluate import Count
 from .hoist import Place, Steps, factors_of, hoisted
 from .ranges import Reach
+from .rules import check_tensors
 from .tile import TileFormula
 
 

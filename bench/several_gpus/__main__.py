@@ -44,9 +44,9 @@ from bench.runs import python
 from bench.several_gpus.cases import ALONE, KINDS, MODELS, Case, cases
 from bench.several_gpus.views import speeds
 from data.batches import Batch
-from model.config import GPTConfig, Positions
 from model.gpt import GPT, Computation
 from model.loss import LossKind
+from model.options import GPTConfig, Positions
 from recipe.distributed.ranks import from_every_rank, joined
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer

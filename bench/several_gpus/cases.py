@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from model.config import Recompute
+from model.options import Recompute
 from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.training.graphed_step import WARMUP_CALLS
 

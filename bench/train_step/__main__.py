@@ -31,7 +31,7 @@ from bench.record import Recorder, Row, command_line, command_of, measurement, r
 from bench.runs import train
 from bench.train_step.nanogpt import DROPOUTS, SHAPES, batch_and_length
 from bench.train_step.views import ATTENTIONS, IDENTITY, gpus, result, table
-from model.config import Recompute
+from model.options import Recompute
 
 SHOWN = (
     *("status", "message", "tokens_per_s", "step_ms", "data_ms", "mfu_full", "mfu_causal", "wall_s"),

@@ -14,8 +14,8 @@ from data.chat import end_at_answers
 from data.options import Documents
 from data.tasks import TASKS
 from data.tokenizers import FILE, Tokenizer, load_tokenizer
-from model.config import Positions, Recompute
 from model.gpt import GPT
+from model.options import Positions, Recompute
 from recipe.infer.huggingface.loading import load
 from recipe.infer.huggingface.starting import is_folder, start_from
 from recipe.run.build import build_gpt

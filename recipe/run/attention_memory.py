@@ -10,7 +10,7 @@ from torch import Tensor
 from attention import Attention, AttentionShape, DropoutKey, Layout, Score, documents
 from attention.check.memory import AllocationMeter
 from attention.formula.call import reach_of
-from attention.formula.check import least_sizes
+from attention.formula.rules import least_sizes
 
 
 def forward_backward(attend: Attention, shape: AttentionShape, score: Score, B: int, T: int) -> Callable[[], None]:

@@ -23,9 +23,9 @@ from data.store import PreparedData
 from data.tasks import TaskData
 from data.tasks.batches import TaskBatches, validation_batches
 from data.tokenizers import save_tokenizer
-from model.config import Recompute
 from model.counting import flops_per_token
 from model.gpt import GPT, Computation
+from model.options import Recompute
 from model.score import layer_scores
 from recipe.distributed.options import DataParallel
 from recipe.distributed.ranks import from_first_rank

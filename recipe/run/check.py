@@ -10,14 +10,14 @@ import torch
 
 from attention import Layout, build_attention
 from attention.formula.call import reach_of
-from attention.formula.check import check_tensors
+from attention.formula.rules import check_tensors
 from data.corpora import CORPORA
 from data.mistakes import data_mistakes
 from data.options import Documents
 from data.tasks import TASKS
 from data.tasks.batches import check_length
 from data.tokenizers import SIZES
-from model.check import model_mistakes
+from model.mistakes import model_mistakes
 from model.score import layer_scores, score_mistakes
 from model.score_tensors import ScoreTensors
 from recipe.distributed.options import check_context, check_parallel

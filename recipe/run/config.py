@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from attention import AttentionConfig
 from data.options import DataConfig
-from model.config import GPTConfig
+from model.options import GPTConfig
 from model.score import ScoreConfig
 from recipe.distributed.options import ParallelConfig
 from recipe.errors import UserError

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data.untrusted import UntrustedError, children
-from model.check import model_mistakes
+from model.mistakes import model_mistakes
 from model.score import score_mistakes
 from recipe.errors import sentence_of
 from recipe.run.config import Config, ConfigError, keys, register

@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from data.untrusted import UntrustedError, check_value
-from model.config import Positions
+from model.options import Positions
 from recipe.distributed.world import World
 from recipe.run.compose import by_key, choices, lines, parsed
 from recipe.run.config import Config, ConfigError, as_plain, is_key

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from attention import Score
-from model.config import GPTConfig
 from model.gpt import GPT
+from model.options import GPTConfig
 
 
 class Weights(Protocol):

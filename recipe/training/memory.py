@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from model.config import GPTConfig
+from model.options import GPTConfig
 from recipe.errors import UserError
 from recipe.training.step import Trainer
 

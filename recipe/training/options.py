@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from model.config import Recompute
 from model.linear import Products
 from model.loss import LossKind
+from model.options import Recompute
 from recipe.distributed.world import World
 from recipe.training.device import Precision
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from data.tasks import TASKS
 from data.tasks.batches import VALIDATION, VALIDATION_SEED, drawn
 from data.tasks.task import IGNORED, Task
-from model.config import Positions
 from model.gpt import GPT
+from model.options import Positions
 from model.positions import position_tables
 from recipe.errors import UserError
 

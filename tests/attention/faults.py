@@ -33,8 +33,8 @@ from attention.check.subject import ours
 from bench.markdown import table
 from bench.record import Recorder, measurement, read, result_file, write_table
 from data.batches import Batch
-from model.config import GPTConfig
 from model.gpt import GPT
+from model.options import GPTConfig
 from model.score import ScoreConfig
 from recipe.training.parity import beyond_rounding, wrong_alone
 from recipe.training.parity_probe import ParityConfig, ParityProbe

@@ -25,12 +25,13 @@ HELPERS = ("composing", "conftest", "flash_attn_stand_in", "interpreter")
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Path:
-    """A Python environment with the wheel, built from attention/ and the project's description alone, and with the
-    packages of this one, but for the checkout."""
+    """A Python environment with the wheel, built from attention/, mixers/ and the project's description alone, and
+    with the packages of this one, but for the checkout."""
     source, environment = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("environment")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "attention", source / "attention", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("attention", "mixers"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=60)
     (wheel,) = (source / "dist").glob("*.whl")

@@ -22,10 +22,10 @@ from attention import (
     documents,
     gpu,
 )
+from attention.adapters.peers import Peer
 from attention.check.cases import Case
 from attention.check.run import verdicts
 from attention.check.subject import find, ours
-from attention.peers import Peer
 from tests import flash_attn_stand_in
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -159,8 +159,8 @@ def test_flex_has_two_backends_and_hands_the_second_to_torch(installed: None, mo
         given.update(options)
         raise RuntimeError("stop here")
 
-    monkeypatch.setattr("attention.flex.flex_attention", flex_attention)
-    monkeypatch.setattr("attention.flex.check_kernels", lambda *_: None)
+    monkeypatch.setattr("attention.adapters.flex.flex_attention", flex_attention)
+    monkeypatch.setattr("attention.adapters.flex.check_kernels", lambda *_: None)
     q = torch.zeros(1, 2, 8, 16)
     with pytest.raises(RuntimeError, match="stop here"):
         attend(q, q, q, score=Score(causal=False))

@@ -21,7 +21,7 @@ from attention import (
     documents,
     packed,
 )
-from attention.flex import FlexAttention
+from attention.adapters.flex import FlexAttention
 from attention.score import key_intervals, visible_pairs
 from attention.scores import OPTIONS
 from attention.scores.alibi import alibi_slopes

@@ -15,7 +15,8 @@ import triton
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 
-from attention import UnsupportedAttention, torch_sdpa
+from attention import UnsupportedAttention
+from attention.adapters import torch_sdpa
 from attention.check.cases import Case
 from attention.check.run import verdicts
 from attention.check.subject import Subject, find

@@ -14,7 +14,7 @@ from attention import DropoutKey, UnsupportedAttention, keep_mask
 
 transformers = pytest.importorskip("transformers")
 
-from attention.transformers import attend, dropout_key, register  # noqa: E402
+from attention.adapters.transformers import attend, dropout_key, register  # noqa: E402
 
 T, VOCAB = 24, 61
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "head_dim": 8}

@@ -15,9 +15,9 @@ import torch
 
 from attention import AttentionConfig, build_attention
 from data.batches import Batch
-from model.config import GPTConfig
 from model.gpt import GPT, Computation
 from model.loss import LossKind
+from model.options import GPTConfig
 from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.ranks import joined
 from recipe.distributed.world import World

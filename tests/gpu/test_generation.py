@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attention import AttentionConfig, ProductPrecision, build_attention
 from attention.gpu import capturing
-from model.config import GPTConfig, Positions
 from model.gpt import GPT, Computation
+from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
 from recipe.infer.generation import Engine, Request, Sampling
 

@@ -9,8 +9,8 @@ import torch
 
 from attention import AttentionConfig, AttentionShape, build_attention
 from data.batches import Batch
-from model.config import GPTConfig
 from model.gpt import GPT, Computation
+from model.options import GPTConfig
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention import AttentionConfig, UnsupportedAttention, build_attention, torch_sdpa
+from attention import AttentionConfig, UnsupportedAttention, build_attention
+from attention.adapters import torch_sdpa
 from attention.check.cases import Case
 from attention.check.run import verdicts
 from attention.check.subject import find

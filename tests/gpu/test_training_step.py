@@ -13,10 +13,10 @@ from attention import AttentionConfig, DropoutKey, DropoutRng, build_attention
 from attention.dropout import keep_mask
 from attention.flash import op
 from data.batches import Batch
-from model.config import GPTConfig, Recompute
 from model.dropout import LAYER, draw_masks, drop
 from model.gpt import GPT, Computation
 from model.loss import LossKind, capped, cross_entropy
+from model.options import GPTConfig, Recompute
 from model.score import ScoreConfig
 from model.softmax_kernel import launch_softmax_gradient
 from recipe.distributed.world import World

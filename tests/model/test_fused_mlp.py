@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from model import mlps
 from model.blocks import call
-from model.config import GPTConfig
 from model.cublaslt import has_fast_products
 from model.fused_mlp import fused_mlp, gelu_gradient, linear_gelu
 from model.mlps import MLP
+from model.options import GPTConfig
 
 DEVICES = [
     "cpu",

@@ -14,11 +14,11 @@ from attention import AttentionConfig, DropoutKey, build_attention
 from attention.dropout import keep_mask
 from model import blocks, fused_norm, gpt
 from model.blocks import Stream
-from model.config import GPTConfig, Norm, NormPlace, NormScale, Recompute
 from model.dropout import LAYER, Mask, draw_masks
 from model.fused_norm import add_norm, add_norm_gradient, added_and_normed, can_add_norm
 from model.gpt import GPT, Computation
 from model.norms import RMSNorm
+from model.options import GPTConfig, Norm, NormPlace, NormScale, Recompute
 from tests.interpreter import run_interpreted
 
 B, T, C = 2, 5, 72

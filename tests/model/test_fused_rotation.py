@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model.config import GPTConfig, Positions
 from model.fused_rotation import can_fuse_rotation, norm_and_rotate, normed_rotation, normed_rotation_gradient
+from model.options import GPTConfig, Positions
 from model.positions import position_tables, rotate
 from tests.interpreter import run_interpreted
 

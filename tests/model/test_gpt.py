@@ -20,12 +20,12 @@ from attention.dropout import DropoutKey, keep_mask
 from attention.flash import op
 from attention.interface import AttentionShape, UnsupportedAttention
 from attention.naive import NaiveAttention
-from model.config import GPTConfig, ModelError, Positions, Recompute
 from model.counting import flops_per_token, num_parameters
 from model.embedding import Lookup, lookup_gradient
 from model.gpt import GPT, Computation
 from model.loss import LossKind
 from model.mlps import gelu
+from model.options import GPTConfig, ModelError, Positions, Recompute
 from model.positions import position_tables
 
 SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)

@@ -15,7 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention import AttentionConfig, build_attention
 from attention.dropout import DropoutKey
-from model.config import (
+from model.counting import flops_per_token, num_parameters
+from model.further import further
+from model.gpt import GPT, Computation
+from model.loss import LossKind
+from model.options import (
     AttentionBias,
     GPTConfig,
     ModelError,
@@ -27,10 +31,6 @@ from model.config import (
     RopeScaling,
     Scaling,
 )
-from model.counting import flops_per_token, num_parameters
-from model.further import further
-from model.gpt import GPT, Computation
-from model.loss import LossKind
 from model.positions import attention_factor, frequencies
 from recipe.training.muon import hidden_matrices
 from tests.model.textbook import Textbook

@@ -9,9 +9,9 @@ import torch
 
 from attention import AttentionConfig, Layout, Score, ScoreError, build_attention
 from model.attention import Surroundings
-from model.config import GPTConfig, Positions
 from model.counting import flops_per_token
 from model.gpt import GPT
+from model.options import GPTConfig, Positions
 from model.score import ScoreConfig, describe_score, layer_scores, score_mistakes
 from recipe.errors import sentence_of
 from recipe.training.optimizer import OPTIMIZERS, OptimizerConfig

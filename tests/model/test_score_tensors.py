@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attention import AttentionConfig, ScoreError, build_attention
-from model.config import GPTConfig
 from model.gpt import GPT
+from model.options import GPTConfig
 from model.score import ScoreConfig
 
 SMALL = GPTConfig(n_layers=1, n_heads=2, n_embd=16)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from model.config import Activation, Gate, GPTConfig, Norm, NormOver, NormPlace, NormScale, Positions, Scaling
+from model.options import Activation, Gate, GPTConfig, Norm, NormOver, NormPlace, NormScale, Positions, Scaling
 
 
 class Textbook:

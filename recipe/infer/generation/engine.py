@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from model.cache import CacheSize, longest_window, pages_of
-from model.config import Positions
 from model.gpt import GPT
+from model.options import Positions
 from recipe.infer.generation.errors import GenerationError
 from recipe.infer.generation.memory import check_memory
 from recipe.infer.generation.rows import lay_out, padded

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.config import Activation, AttentionBias, Norm, NormOver, NormPlace, NormScale, Positions
+from model.options import Activation, AttentionBias, Norm, NormOver, NormPlace, NormScale, Positions
 
 Names = dict[str, str | tuple[str, ...]]
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from attention.score import Score
 from attention.scores import OPTIONS
 from data.untrusted import SETTINGS, UntrustedError, read_json
-from model.config import GPTConfig, Positions
 from model.gpt import GPT
+from model.options import GPTConfig, Positions
 from model.score import layer_scores
 from recipe.infer.huggingface.families import Family
 from recipe.infer.huggingface.settings import Settings, WeightsError, essence, read_settings

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attention.score import Score
-from model.check import model_mistakes
-from model.config import AttentionBias, GPTConfig, ModelError, Positions, RopeScaling, Scaling
+from model.mistakes import model_mistakes
 from model.norms import EPS, QK_EPS
+from model.options import AttentionBias, GPTConfig, ModelError, Positions, RopeScaling, Scaling
 from model.positions import FAST, SLOW
 from model.score import ScoreConfig
 from recipe.infer.huggingface.families import FAMILIES, Family

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from data.own_tokenizer import read as read_tokenizer
 from data.tokenizers import Tokenizer, gpt2_tokenizer
 from data.untrusted import SETTINGS, UntrustedError, read_json
-from model.config import GPTConfig
+from model.options import GPTConfig
 from model.score import ScoreConfig
 from recipe.infer.huggingface.loading import ADAPTER, find, settings_of
 from recipe.infer.huggingface.settings import Settings, WeightsError

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from attention.errors import Option
-from model.config import GPTConfig, ModelError
 from model.gpt import GPT
+from model.options import GPTConfig, ModelError
 from model.score import layer_scores
 from recipe.infer.huggingface.families import FAMILIES, Family
 from recipe.infer.huggingface.loading import plain

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from model.config import GPTConfig, Positions
+from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
 from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.ranks import joined

@@ -28,8 +28,8 @@ from attention.dropout import keep_mask
 from attention.score import take_rows
 from data.batches import Batches, GlobalBatch
 from data.options import DataConfig
-from model.config import AttentionBias, Gate, GPTConfig, Recompute
 from model.gpt import GPT
+from model.options import AttentionBias, Gate, GPTConfig, Recompute
 from model.score import ScoreConfig
 from recipe.distributed import norm
 from recipe.distributed.context import ContextAttention, ContextBy

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, build_attention
-from model.config import GPTConfig, Recompute
 from model.further import further
 from model.gpt import GPT, Computation
+from model.options import GPTConfig, Recompute
 from model.score import ScoreConfig
 from recipe.distributed.rounding import rounded, rounded_by_autocast, with_others
 from recipe.distributed.sharding import gathered, without_values

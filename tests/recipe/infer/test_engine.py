@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attention import AttentionConfig, build_attention
 from model.cache import PAGE_SIZE
-from model.config import GPTConfig, Positions
 from model.gpt import GPT
+from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
 from recipe.infer.generation import Engine, GenerationError, Request, Sampling, generate, memory
 from recipe.infer.generation.sampling import PIECE, Noise, in_pieces

@@ -18,8 +18,8 @@ import torch
 from attention import AttentionConfig, build_attention
 from data.own_tokenizer import OwnTokenizer
 from data.tokenizers import Tokenizer, bpe_tokenizer, bytes_tokenizer, gpt2_tokenizer, train_bpe
-from model.config import GPTConfig, Positions
 from model.gpt import GPT
+from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
 from recipe.infer.generation.sampling import Sampling
 from recipe.infer.generation.text import stream

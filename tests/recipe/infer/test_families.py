@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attention import AttentionConfig, build_attention
-from model.config import Scaling
 from model.gpt import GPT, Computation
+from model.options import Scaling
 from recipe.distributed.world import World
 from recipe.infer.generation import Engine, Request, Sampling
 from recipe.infer.huggingface.families import BEFORE, FAMILIES, Family

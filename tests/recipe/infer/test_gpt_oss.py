@@ -16,8 +16,8 @@ from attention import AttentionConfig, build_attention
 from attention.layout import Layout
 from model.attention import SelfAttention, Surroundings
 from model.blocks import Block
-from model.config import AttentionBias, GPTConfig, Norm, Positions, RopeScaling, Scaling
 from model.gpt import GPT
+from model.options import AttentionBias, GPTConfig, Norm, Positions, RopeScaling, Scaling
 from model.score import ScoreConfig
 from recipe.infer.huggingface.settings import WeightsError, read_settings
 

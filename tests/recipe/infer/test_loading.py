@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, build_attention
-from model.config import GPTConfig, Positions
 from model.gpt import GPT
+from model.options import GPTConfig, Positions
 from model.score import ScoreConfig, layer_scores
 from recipe.infer.huggingface.loading import folder_mistakes
 from recipe.infer.huggingface.loading import load as load_gpt2

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from attention import AttentionConfig, build_attention
-from model.config import GPTConfig
 from model.gpt import GPT
+from model.options import GPTConfig
 from recipe.run.profiler import (
     CATEGORIES,
     Profiler,

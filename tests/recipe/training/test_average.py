@@ -11,8 +11,8 @@ import torch
 
 from attention import AttentionConfig, build_attention
 from data.batches import Batches, GlobalBatch
-from model.config import GPTConfig
 from model.gpt import GPT
+from model.options import GPTConfig
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config

@@ -11,9 +11,9 @@ import torch
 
 from attention import AttentionConfig, build_attention
 from data.batches import Batch
-from model.config import GPTConfig, Recompute
 from model.gpt import GPT, Computation
 from model.loss import LossKind
+from model.options import GPTConfig, Recompute
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config

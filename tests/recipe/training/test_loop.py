@@ -19,8 +19,8 @@ from torch import Tensor
 from attention import AttentionConfig, AttentionShape, DropoutRng, build_attention
 from data.batches import Batch, Batches
 from data.tasks import TASKS
-from model.config import GPTConfig, Positions
 from model.gpt import GPT
+from model.options import GPTConfig, Positions
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config

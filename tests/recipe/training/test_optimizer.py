@@ -17,8 +17,8 @@ from torch import nn
 
 from attention import AttentionConfig, build_attention
 from data.batches import Batches
-from model.config import GPTConfig
 from model.gpt import GPT
+from model.options import GPTConfig
 from recipe.distributed.exchange import AnyOrder
 from recipe.distributed.stacks import stacks
 from recipe.distributed.world import World

@@ -21,8 +21,8 @@ from attention import (
 from attention.naive import NaiveAttention, masked_scores
 from attention.precision import accum_dtype
 from data.batches import Batch
-from model.config import GPTConfig, Recompute
 from model.gpt import GPT, Computation
+from model.options import GPTConfig, Recompute
 from recipe.training import parity_probe as parity
 from recipe.training.fwd_bwd import fwd_bwd
 from recipe.training.parity import beyond_rounding, summarise

@@ -17,8 +17,8 @@ from attention import AttentionConfig, build_attention
 from data.tasks import TASKS
 from data.tasks.batches import VALIDATION, VALIDATION_SEED, drawn
 from data.tasks.needle import Needle
-from model.config import GPTConfig, Positions
 from model.gpt import GPT
+from model.options import GPTConfig, Positions
 from model.positions import PositionTables
 from recipe.training.recall import PositionLoss, TaskRecall, in_context_score, lengths_for, stretched
 

@@ -6,10 +6,10 @@ import warnings
 
 import torch
 
-from .dropout import DropoutKey
-from .errors import Option, UnsupportedAttention
-from .interface import Attention, AttentionShape
-from .layout import Layout, documents
+from ..dropout import DropoutKey
+from ..errors import Option, UnsupportedAttention
+from ..interface import Attention, AttentionShape
+from ..layout import Layout, documents
 
 REFUSALS = (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError)  # as libraries raise them
 

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import gpu
-from .config import AttentionConfig
-from .errors import Option, UnsupportedAttention, no_dropout
-from .interface import Attention, AttentionOutput, AttentionShape, Call
+from .. import gpu
+from ..errors import Option, UnsupportedAttention, no_dropout
+from ..interface import Attention, AttentionOutput, AttentionShape, Call
+from ..options import AttentionConfig
 from .trial import attend_once
 
 OURS = Option("attention", "flash")

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .config import AttentionConfig, DropoutRng, SDPABackend
-from .errors import Option, UnsupportedAttention
-from .interface import Attention, AttentionOutput, AttentionShape, Call
-from .score import key_intervals
+from ..errors import Option, UnsupportedAttention
+from ..interface import Attention, AttentionOutput, AttentionShape, Call
+from ..options import AttentionConfig, DropoutRng, SDPABackend
+from ..score import key_intervals
 from .trial import attend_once
 
 TORCH_BACKENDS = {

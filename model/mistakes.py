@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attention.dropout import RATES, is_valid_rate
-from model.config import (
+from model.options import (
     AttentionBias,
     GPTConfig,
     ModelError,

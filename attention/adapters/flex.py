@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from .config import AttentionConfig, SDPABackend
-from .errors import Option, UnsupportedAttention, listed, no_dropout
-from .formula.call import visible_distances
-from .formula.evaluate import Given, full_index, run
-from .interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
-from .layout import Layout
+from ..errors import Option, UnsupportedAttention, listed, no_dropout
+from ..formula.call import visible_distances
+from ..formula.evaluate import Given, full_index, run
+from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
+from ..layout import Layout
+from ..options import AttentionConfig, SDPABackend
+from ..score import Score
+from ..scores.sinks import join_sinks
 from .peers import check_kernels, flash_attn_4
-from .score import Score
-from .scores.sinks import join_sinks
 from .trial import attend_once
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of sequence, head, query and key

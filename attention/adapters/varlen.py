@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .interface import Attention, AttentionOutput
-from .layout import packed
+from ..interface import Attention, AttentionOutput
+from ..layout import packed
 
 
 def varlen(attend: Attention, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **options: Any) -> AttentionOutput:
