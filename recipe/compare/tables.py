@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -169,8 +170,13 @@ def as_csv(table: Table) -> str:
 
 def _csv(rows: Sequence[Sequence[Any]]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows([[_inert(cell) for cell in row] for row in rows])
     return text.getvalue()
+
+
+def _inert(cell: Any) -> Any:
+    """A cell that no spreadsheet takes for a formula: text that begins like one is quoted."""
+    return f"'{cell}" if isinstance(cell, str) and re.match(r"[=@\t\r]|[+-][^\d. ]", cell) else cell
 
 
 def over_seeds(value: Loss | None) -> str:

@@ -15,6 +15,7 @@ import pytest
 
 from recipe.compare.page import Report, time_of, write_report
 from recipe.compare.runs import find_runs
+from recipe.compare.tables import as_csv, table
 from recipe.drawing import COLOURS
 from recipe.wording import percent, power_of_ten, short_length, short_number, size, times
 from tests.recipe.compare.synthetic import write_run
@@ -231,3 +232,9 @@ def test_the_page_is_dark_in_the_dark(page: str, tmp_path: Path) -> None:
 def test_the_browser_reports_an_error_in_the_console(page: str, tmp_path: Path) -> None:
     _, console = open_in_browser(page.replace("</body>", "<script>nothing()</script></body>"), tmp_path)
     assert any("nothing is not defined" in line for line in console)
+
+
+def test_a_cell_that_a_stranger_wrote_is_no_formula() -> None:
+    wrote = ["=1+2", "@SUM(A1)", "+cmd|x", "-cmd|x", "-0.1 ± 0.2", "+0.5", "-", "flash"]
+    (_, row) = csv.reader(as_csv(table("t", "T", [*"abcdefgh"], [wrote, [*"xxxxxxxx"]])).splitlines()[:2])
+    assert row == ["'=1+2", "'@SUM(A1)", "'+cmd|x", "'-cmd|x", *wrote[4:]]
