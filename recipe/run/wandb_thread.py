@@ -12,6 +12,7 @@ by itself, and online W&B is sent only the steps that it lacks.
 from __future__ import annotations
 
 import queue
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,7 +128,10 @@ class WandbThread:
         run.log({"figures/loss": wandb.Image(str(self.folder / "loss.png"))}, step=step)
         for name in PROFILE:
             if (self.folder / name).exists():
-                run.save(self.folder / name, base_path=self.folder, policy="now")
+                copy = Path(run.dir) / name  # W&B would make a link, and warn about it
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.folder / name, copy)
+                run.save(copy, base_path=run.dir, policy="now")
 
 
 def one_line(error: BaseException) -> str:
