@@ -15,11 +15,12 @@ from .grid import groups
 from .judge import Verdict
 from .plan import Plan, Planned
 from .program import crashing, inaccurate
-from .run import Failure, Line, Refused, Session, verdicts
+from .results import Refused, verdicts
+from .run import Failure, Line, Session
 from .shrink import smallest
 from .workers import Ended, Job, Runner
 
-SECTION = "accuracy against fp64"
+SECTION = "accuracy against"
 SHOWN = 3  # failures that are reduced to a small case and printed
 SMALLER_S = 20.0  # seconds to reduce all of them
 QUICK = 12  # a quick check tries one case in 12
@@ -54,10 +55,13 @@ class Accuracy:
 
     def __init__(self, session: Session, workers: int) -> None:
         self.session = session
+        reference = session.subject.reference
+        self.section = f"{SECTION} {reference.name if reference else 'fp64'}"
         supports, one_of = session.subject.supports, QUICK if session.quick else 1
         self.groups = {
             name: [case if name == "lengths" else session.fitting(case) for case in cases if supports(case)]
             for name, cases in groups(session.seed).items()
+            if reference is not None or session.subject.exact
         }
         self.plan = Plan(self.groups, session.dtypes, session.seed, one_of, workers)
         self.worst: dict[str, tuple[Case, Verdict]] = {}
@@ -122,10 +126,10 @@ class Accuracy:
     def line(self, group: str) -> Line:
         """The report's line on a group."""
         if not self.groups[group]:
-            return Line(SECTION, group, "skip", "not declared")
+            return Line(self.section, group, "skip", "not declared")
         refused, crashes = self.refused[group], self.crashes[group]
         if group not in self.worst and not crashes:
-            return Line(SECTION, group, "skip", f"refused: {refused[0]}" if refused else "no time was left")
+            return Line(self.section, group, "skip", f"refused: {refused[0]}" if refused else "no time was left")
         details, share, passes = list[str](), None, not crashes
         if crashes:
             details.append(f"{len(crashes)} of {self.calls[group]} end their process: {crashes[0].words()}")
@@ -141,7 +145,7 @@ class Accuracy:
             details.append(f"refused {len(refused)}: {reason}")
         if left_out := self.plan.left_out(group):
             details.append(left_out)
-        return Line(SECTION, group, "ok" if passes else "FAIL", "; ".join(details), self.calls[group], share)
+        return Line(self.section, group, "ok" if passes else "FAIL", "; ".join(details), self.calls[group], share)
 
     def show(self, runner: Runner, wrong: list[Line]) -> None:
         """Reduce the worst failures to small cases, and add them to their lines."""

@@ -107,10 +107,12 @@ def check(
         left.insert(0, f"Lengths that are no multiples of {session.multiple}: such calls were refused.")
     if not session.grouped:
         left.insert(0, "Fewer key/value heads than query heads: such a call was refused.")
+    if not subject.exact and subject.reference is None:
+        left.insert(0, "Accuracy: it does not claim to be softmax attention; --reference compares it with another.")
     took = time.monotonic() - started
     return Report(
         subject.name, subject.style, features, where(device), session.dtypes, session.refused, lines, left, took, seed,
-        gradients=session.gradients,
+        gradients=session.gradients, claims=subject.exact or subject.reference is not None,
     )  # fmt: skip
 
 
@@ -135,6 +137,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("target", nargs="?", help="my_module:my_attention, or a name from the list below")
     parser.add_argument("--style", choices=STYLES, help="how it is called; by default its parameters decide")
     parser.add_argument("--features", default="", metavar="A,B", help=f"declare more: {', '.join(sorted(FEATURES))}")
+    parser.add_argument("--reference", metavar="TARGET", help="another implementation to compare it with")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--dtypes", default="fp32,bf16,fp16", metavar="A,B", help="precisions, of fp32, bf16, fp16, fp64"
@@ -172,6 +175,8 @@ def main(arguments: Sequence[str]) -> int:
         if asked.target is None:
             raise CheckError("Name an attention: my_module:my_attention, or one that `--help` lists.")
         subject = find(asked.target, filter(None, asked.features.split(",")), asked.style)
+        if asked.reference is not None:
+            subject.reference = find(asked.reference)
         workers = Workers(processes(device))
         try:
             report = check(

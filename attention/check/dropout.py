@@ -12,9 +12,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .cases import Case, draw
+from .cases import Case, draw, problem
+from .judge import judge
 from .program import calling
-from .run import Failure, Line, Refused, Session, failed, judged, results
+from .results import Refused, judged, results
+from .run import Failure, Line, Session, failed
 
 SECTION = "dropout"
 RATE = 32 / 256  # which masks with rates in steps of 1/256 have exactly
@@ -129,7 +131,7 @@ def scheme(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
 
 def replay(session: Session) -> Line:
     """The output and the gradients, judged with the mask of the forward pass."""
-    subject, calls, wrong, share = session.subject, 0, list[Failure](), 0.0
+    subject, calls, wrong, share, name = session.subject, 0, list[Failure](), 0.0, "replay"
     sizes = ((64, 64, 32), (97, 97, 32), (33, 130, 64), (1, 70, 16), (129, 129, 16))
     for T, S, D in sizes:
         for dtype in session.timely(session.dtypes):
@@ -137,7 +139,8 @@ def replay(session: Session) -> Line:
             try:
                 inputs = draw(case, session.device)
                 keep, _ = drawn_mask(session, replace(case, dtype=session.dtypes[0]))
-                verdicts = judged(case, inputs, results(subject, case, inputs, session.gradients), keep)
+                got = results(subject, case, inputs, session.gradients)
+                verdicts = judged(subject, case, inputs, got, keep)
             except Refused:
                 continue
             calls += 1
@@ -146,12 +149,15 @@ def replay(session: Session) -> Line:
             if not worst.passes:
                 bad = next(v for v in verdicts if not v.passes)
                 what = f"{bad.name} of {bad.place()} is {bad.error:.3g} off with the mask that the forward drew"
+                unscaled = replace(problem(case, inputs, keep), keep_scale=1.0)
+                if all(v.passes for v in judge(inputs.q, inputs.k, inputs.v, inputs.do, unscaled, got)):
+                    name, what = "scale", f"kept weights are not scaled by 1 / (1 - p), so {what}"
                 wrong.append(Failure(f"{what}, {bad.share:.3g} times what rounding explains ({case.words()})", case))
     if not calls:
         why = "no time was left" if session.out_of_time() else "every call was refused"
         return Line(SECTION, "replay", "skip", why)
     if wrong:
-        return Line(SECTION, "replay", "FAIL", wrong[0].what, calls, share, [replay_failure(session, wrong[0])])
+        return Line(SECTION, name, "FAIL", wrong[0].what, calls, share, [replay_failure(session, wrong[0])])
     detail = f"forward and backward drop the same weights and scale the others (worst {share:.2f})"
     return Line(SECTION, "replay", "ok", detail, calls, share)
 

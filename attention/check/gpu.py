@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .cases import Case, Inputs, draw
 from .program import calling
-from .run import Line, Refused, Session, failed, judged, results, short
+from .results import Refused, judged, results, short
+from .run import Line, Session, failed
 
 SECTION = "on a GPU"
 ROUNDS = 20
@@ -97,8 +98,9 @@ def compared(
             if x is not None and right is not None and torch.equal(x, right):
                 continue
             bitwise = False
-            (verdict,) = judged(case, inputs, {key: x})
-            if not verdict.passes:
+            for verdict in judged(session.subject, case, inputs, {key: x}):
+                if verdict.passes:
+                    continue
                 what = f"{key} of {verdict.place()} is {verdict.error:.3g} off ({case.words()})"
                 return failed(SECTION, name, what, case, calls=len(made), share=verdict.share)
     return Line(SECTION, name, "ok", "bit for bit" if bitwise else "within rounding, not bit for bit", len(made))

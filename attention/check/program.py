@@ -12,7 +12,7 @@ from .subject import Subject
 def inaccurate(subject: Subject, case: Case, verdict: Verdict, device: torch.device) -> str:
     """The program for a result that is further from fp64 than rounding explains."""
     names = ["q", "k", "v", *(["sinks"] if case.sinks else []), *(["bias"] if case.bias else [])]
-    lines = [*preamble(subject, case, device), *in_formula(case, names, verdict.name)]
+    lines = [*preamble(subject, case, device), *in_formula(subject, case, names, verdict.name)]
     call = subject.code(case, lse=verdict.name == "lse")
     if verdict.name in ("out", "lse"):
         doubles = ", ".join(f"{name}.double()" for name in names)
@@ -50,7 +50,7 @@ def calling(
     """
     call = subject.code(case, lse=result == "lse")
     lines = [*preamble(subject, case, device), "def attend(q, k, v):", f"    return {call}"]
-    return [*lines, *in_formula(case, ["q", "k", "v"])] if formula else lines
+    return [*lines, *in_formula(subject, case, ["q", "k", "v"])] if formula else lines
 
 
 def preamble(subject: Subject, case: Case, device: torch.device) -> list[str]:
@@ -87,9 +87,12 @@ def preamble(subject: Subject, case: Case, device: torch.device) -> list[str]:
     return [*lines, f"seen = {seen}{here}"]
 
 
-def in_formula(case: Case, names: list[str], result: str = "out") -> list[str]:
+def in_formula(subject: Subject, case: Case, names: list[str], result: str = "out") -> list[str]:
     """The lines that define `formula`, a function of tensors with these names: the output or, for result "lse", the
-    log-sum-exp."""
+    log-sum-exp. With a reference, it calls that."""
+    if (reference := subject.reference) is not None:
+        call = reference.code(case, lse=result == "lse")
+        return [*reference.import_lines(case), f"def formula({', '.join(names)}):", f"    return {call}"]
     group = case.H // case.H_kv
     k, v = (f"{x}.repeat_interleave({group}, 1)" if group > 1 else x for x in "kv")
     s = f"{case.actual_scale()!r} * q @ {k}.mT"

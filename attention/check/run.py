@@ -12,61 +12,13 @@ from typing import Any, TextIO, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import AttentionError
 from ..gpu import HAS_TRITON, INTERPRET
-from .cases import Case, Inputs, draw, problem
-from .judge import Verdict, judge
+from .cases import Case, draw
+from .results import Refused, results
 from .subject import CheckError, Subject
 
 USUAL_LENGTHS = (64, 128, 256)  # of the first calls: the next where one is refused
 Item = TypeVar("Item")
-
-
-class Refused(Exception):
-    """The implementation raised an error instead of computing a case; the message is the error's."""
-
-
-def short(error: BaseException) -> str:
-    """An error on one line, cut where it is long; this library's errors are sentences, and stay whole."""
-    if isinstance(error, AttentionError):
-        return str(error)
-    words = " ".join(f"{type(error).__name__}: {error}".split())
-    return words if len(words) <= 160 else f"{words[:157]}..."
-
-
-def results(subject: Subject, case: Case, inputs: Inputs, gradients: bool = True) -> dict[str, Tensor | None]:
-    """out, lse and gradients, detached, by the names of formula.RESULTS; None for a gradient that autograd does not
-    give. Raises Refused."""
-    leaves = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks", "bias")}
-    leaves = {name: x.detach().requires_grad_(gradients) for name, x in leaves.items() if x is not None}
-    values: dict[str, Tensor | None] = {}
-    try:
-        with torch.set_grad_enabled(gradients):
-            out, lse = subject(case, inputs.changed(**leaves), lse=True)
-        values["out"] = out.detach()
-        if lse is not None:
-            values["lse"] = lse.detach()
-        if gradients:
-            given = torch.autograd.grad(out, list(leaves.values()), inputs.do, allow_unused=True)
-            values |= {f"d{name}": x for name, x in zip(leaves, given, strict=True)}
-    except (Exception, SystemExit) as error:
-        if str(error).startswith("CUDA error"):
-            raise  # the GPU computes nothing after it
-        raise Refused(short(error)) from error
-    if "dbias" in values and values["dbias"] is None:
-        del values["dbias"]  # a bias is often a constant; a sink is learned
-    return values
-
-
-def verdicts(subject: Subject, case: Case, device: torch.device, gradients: bool = True) -> list[Verdict]:
-    """The judgement of each result of a case. Raises Refused."""
-    inputs = draw(case, device)
-    return judged(case, inputs, results(subject, case, inputs, gradients))
-
-
-def judged(case: Case, inputs: Inputs, got: Mapping[str, Tensor | None], keep: Tensor | None = None) -> list[Verdict]:
-    """The judgement of results; `keep` is the dropout mask, True for kept weights, where the case has dropout."""
-    return judge(inputs.q, inputs.k, inputs.v, inputs.do, problem(case, inputs, keep), got)
 
 
 @dataclass

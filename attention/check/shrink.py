@@ -18,14 +18,17 @@ def smallest(case: Case, fails: Callable[[Case], bool], seconds: float = 5.0) ->
     fails    whether a case fails
     seconds  after which no more cases are tried
     """
-    stop = time.monotonic() + seconds
+    stop, right = time.monotonic() + seconds, set[Case]()
     while time.monotonic() < stop:
         for simpler in simplifications(case):
             if time.monotonic() > stop:
                 return case
+            if simpler in right:
+                continue
             if fails(simpler):
                 case = simpler
                 break
+            right.add(simpler)
         else:
             return case
     return case
@@ -53,12 +56,15 @@ def simplifications(case: Case) -> Iterator[Case]:
         yield from fewer_documents(case)
         return
     if case.T == case.S:
-        lengths = (*(n for n in LENGTHS if n < case.T - 1), case.T - 1)
-        yield from (replace(case, T=n, S=n) for n in lengths if n > 0)
+        yield from (replace(case, T=n, S=n) for n in shorter(case.T))
         return
     for name, length in (("T", case.T), ("S", case.S)):
-        lengths = (*(n for n in LENGTHS if n < length - 1), length - 1)
-        yield from (replace(case, T=n) if name == "T" else replace(case, S=n) for n in lengths if n > 0)
+        yield from (replace(case, T=n) if name == "T" else replace(case, S=n) for n in shorter(length))
+
+
+def shorter(length: int) -> list[int]:
+    """Shorter lengths to try: usual ones, and those from which halved steps lead to the smallest."""
+    return [n for n in (*LENGTHS, *(length - 2**k for k in range(6, -1, -1))) if 0 < n < length]
 
 
 def fewer_documents(case: Case) -> Iterator[Case]:

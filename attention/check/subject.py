@@ -153,6 +153,8 @@ class Subject:
     features    those of FEATURES that it supports
     library     for an Attention of this library, the package that it comes from: `attention` or `gpt_attention`
     result      the code that takes the output from the returned value; found by the first call
+    exact       whether it claims to compute softmax attention
+    reference   the implementation that it is compared with instead of the formula
     """
 
     name: str
@@ -165,13 +167,15 @@ class Subject:
     result: str = ""
     signature: Signature = field(init=False)
     asked_style: str | None = None  # by the user
+    exact: bool = True
+    reference: Subject | None = None
 
     def __post_init__(self) -> None:
         self.signature = Signature(self.function)
 
     def __reduce__(self) -> Any:
         """Another process imports the implementation by its name."""
-        return found_again, (self.name, self.asked_style, self.features, self.result)
+        return found_again, (self.name, self.asked_style, self.features, self.result, self.reference)
 
     def __call__(self, case: Case, inputs: Inputs, lse: bool = False) -> tuple[Tensor, Tensor | None]:
         """out (B, H, T, D), and the log-sum-exp (B, H, T) if it is asked for and supported."""
@@ -321,7 +325,11 @@ class Subject:
 
     def supports(self, case: Case) -> bool:
         """Whether the subject declares every feature of the case."""
-        return case.features() <= self.features
+        return case.features() <= self.features and (self.reference is None or self.reference.supports(case))
+
+    def standard(self) -> Subject | None:
+        """What its results are judged by: its reference, itself where it claims nothing, or, None, the formula."""
+        return self.reference or (None if self.exact else self)
 
     def refusal(self, case: Case, device: torch.device) -> str:
         """Why an implementation of this library would not train with the case's head size, heads and dtype."""
@@ -401,12 +409,23 @@ def find(target: str, features: Iterable[str] = (), style: str | None = None) ->
     if "full" in declared and style == "plain" and signature.name("causal") is None:
         offered -= {"causal"}  # without a parameter it computes one of the two
     supported = (offered | declared) - getattr(function, "without", frozenset())
-    return Subject(target, imports, expression, function, style, supported, asked_style=asked_style)
+    return Subject(
+        target,
+        imports,
+        expression,
+        function,
+        style,
+        supported,
+        asked_style=asked_style,
+        exact=getattr(function, "exact", True),
+    )
 
 
-def found_again(target: str, style: str | None, features: frozenset[str], result: str) -> Subject:
+def found_again(
+    target: str, style: str | None, features: frozenset[str], result: str, reference: Subject | None
+) -> Subject:
     """The subject of a name as another process has found it."""
-    return dataclasses.replace(find(target, style=style), features=features, result=result)
+    return dataclasses.replace(find(target, style=style), features=features, result=result, reference=reference)
 
 
 def imported(target: str) -> tuple[str, str, Any]:
@@ -459,7 +478,7 @@ def ours(
         type(attend)(dataclasses.replace(attend.config, dropout=0.125))
     except library.AttentionError:
         features -= {"dropout"}
-    return Subject(target, imports, expression, attend, "ours", frozenset(features), library)
+    return Subject(target, imports, expression, attend, "ours", frozenset(features), library, exact=attend.exact)
 
 
 def namespace(imports: str) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 from .cases import Case, draw
 from .memory import AllocationMeter
 from .program import calling
-from .run import Line, Refused, Session, failed, judged, results, short
+from .results import Refused, judged, results, short
+from .run import Line, Session, failed
 
 SECTION = "in torch"
 BUILTIN = {"aten", "prims", "prim", "inductor", "higher_order", "profiler", "_c10d_functional", "cuda"}
@@ -57,7 +58,7 @@ def derivatives(session: Session) -> Line:
             if not calls:
                 return Line(SECTION, name, "skip", f"fp64 is not taken: {short(error)}")
             continue
-        (verdict,) = judged(case, inputs, {"out": got})
+        (verdict,) = judged(subject, case, inputs, {"out": got})
         if not verdict.passes and verdict.error < 1e-5:
             return Line(SECTION, name, "skip", f"fp64 is computed in less: out is {verdict.error:.1g} off")
         calls += 1
@@ -160,7 +161,7 @@ def compilation(session: Session) -> Line:
         lines = calling(session.subject, case, session.device)
         lines += ["torch.compile(attend, fullgraph=True, backend='aot_eager')(q, k, v)"]
         return failed(SECTION, "compilation", what, case, "\n".join(lines))
-    worst = max(judged(case, draw(case, session.device), compiled), key=lambda v: v.share)
+    worst = max(judged(session.subject, case, draw(case, session.device), compiled), key=lambda v: v.share)
     if worst.passes:
         return Line(SECTION, "compilation", "ok", f"one graph, within rounding ({worst.share:.2f})", 1, worst.share)
     what = f"compiled, {worst.name} of {worst.place()} is {worst.error:.3g} off ({case.words()})"

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from .run import Session, interpreting, short
+from .results import short
+from .run import Session, interpreting
 
 GRACE_S = 5.0  # seconds that jobs have to end after the deadline
 Job = partial[Any]  # a module's function of a Session with its other arguments, which is sent to a process

@@ -26,16 +26,18 @@ from attention import (
     UnsupportedAttention,
     build_attention,
 )
-from attention.check import accuracy, parts, system, workers
+from attention.check import accuracy, behaviour, parts, system, workers
 from attention.check.accuracy import smallest_failure
-from attention.check.behaviour import CHECKS, not_finite
+from attention.check.behaviour import CHECKS, not_finite, same
 from attention.check.cases import MEMORY, TRENDS, Case, draw
 from attention.check.cli import check, main
 from attention.check.dropout import dropout
 from attention.check.grid import groups
 from attention.check.judge import Verdict
 from attention.check.plan import Plan, work
-from attention.check.run import Refused, Session, interpreting, prepare, short, verdicts
+from attention.check.printing import Report, text
+from attention.check.results import Refused, short, verdicts
+from attention.check.run import Line, Session, interpreting, prepare
 from attention.check.subject import CheckError, Subject, find
 from attention.interface import Call
 from attention.naive import NaiveAttention
@@ -182,13 +184,13 @@ def test_targets_that_cannot_be_imported_or_called_are_refused_in_a_sentence(mon
 
 def test_a_module_with_a_mistake_is_named_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(tmp_path)
-    for name, text, word in (
+    for name, code, word in (
         ("unfinished", "def f(q, k, v", "cannot be imported: SyntaxError: "),
         ("undefined", "f = g", "cannot be imported: NameError: name 'g' is not defined"),
         ("ending", "import sys; sys.exit(0)", "cannot be imported: SystemExit: 0"),
         ("misspelt", "import torch; torch.compyle", "cannot be imported: AttributeError: .*compyle"),
     ):
-        (tmp_path / f"{name}.py").write_text(text)
+        (tmp_path / f"{name}.py").write_text(code)
         with pytest.raises(CheckError, match=word):
             find(f"{name}:f")
 
@@ -591,6 +593,110 @@ def test_a_check_of_something_slow_tries_each_input_once_before_any_twice_and_na
     tried = {x.case.T for x in plan.tried if x.group == "lengths"}
     assert tried == {case.T for case in groups(0)["lengths"]} - {769, 1025}
     assert re.fullmatch(r"no time for \d+ more, so for none with T 769 or 1025", plan.left_out("lengths"))
+
+
+def softpick(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """Another function than softmax attention: relu(exp(s) - 1) over the sum of |exp(s) - 1|."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2] if causal else 10**6)
+    e = torch.expm1((q * q.shape[-1] ** -0.5) @ k.mT).masked_fill(~seen, 0.0)
+    return e.relu() / (e.abs().sum(dim=-1, keepdim=True) + 1e-6) @ v
+
+
+def softpick_in_parts(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """The same for one head after the other."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return torch.cat([softpick(*(x[:, h : h + 1] for x in (q, k, v)), causal) for h in range(q.shape[1])], dim=1)
+
+
+def softpick_wrong_from_101(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    return (softpick(q, k, v, causal) * (1 + 0.01 * (torch.arange(q.shape[2])[:, None] >= 101))).to(q.dtype)
+
+
+def unclaimed(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    return softpick(q, k, v, causal)
+
+
+unclaimed.exact = False  # type: ignore[attr-defined]
+
+
+def test_attention_that_claims_nothing_is_judged_on_its_behaviour(monkeypatch: pytest.MonkeyPatch):
+    chosen = ("NaN and infinity", "the same again", "alone and in a batch", "without gradients", "dropout", "gradcheck")
+    monkeypatch.setattr(parts, "PARTS", {name: parts.PARTS[name] for name in (*chosen, "side effects", "compilation")})
+    report = check(find(f"{__name__}:unclaimed"), dtypes=["fp32", "bf16"])
+    status = {line.name: line.status for line in report.lines}
+    assert {name: status.pop(name) for name in (chosen[0], chosen[3], chosen[4])}.keys() <= set(chosen)
+    assert set(status.values()) == {"ok"}, report.lines
+    assert "unclaimed, which does not claim to be softmax attention, is correct in all 5 checks" in report.headline()
+
+
+def test_keys_that_another_function_hides_change_nothing():
+    session = session_of(find(f"{__name__}:unclaimed"), "fp16")
+    assert CHECKS["hidden keys"](session).status == "ok"
+
+
+def test_another_function_is_compared_with_a_reference_and_its_failure_shown_at_the_first_wrong_row(monkeypatch):
+    lengths = [Case(T=n, S=n, D=8, causal=n % 3 > 0, H=2, H_kv=1) for n in (9, 40, 129)]
+    monkeypatch.setattr(accuracy, "groups", lambda seed: {"lengths": lengths})
+    monkeypatch.setattr(parts, "PARTS", {})
+    for name, status in (("softpick_in_parts", "ok"), ("softpick_wrong_from_101", "FAIL"), ("plain", "FAIL")):
+        subject = find(f"{__name__}:{name}")
+        subject.reference = find(f"{__name__}:softpick")
+        (line,) = check(subject, dtypes=["fp32", "bf16"]).lines
+        assert (line.section, line.status) == (f"accuracy against {__name__}:softpick", status), (name, line)
+        if name == "softpick_wrong_from_101":
+            assert (line.failures[0].case.T, line.failures[0].case.D) == (102, 1)
+            with pytest.raises(AssertionError):
+                exec(line.failures[0].code, {})
+
+
+def test_a_class_of_a_checkout_is_checked_by_an_installed_library():
+    installed = pytest.importorskip("gpt_attention.check.subject")
+    subject = installed.find("attention.tiled:TiledAttention")
+    case = Case(T=9, S=9, window=3, dropout=0.25)
+    assert "documents" in subject.features
+    assert subject(case, draw(case))[0].shape == (1, 2, 9, 16)
+    assert "from attention import" in "".join(subject.import_lines(case))
+
+
+def test_checks_that_are_allowed_to_fail_are_not_counted_as_passed():
+    lines = [Line("accuracy against fp64", f"line {n}", "ok", "", 7, 0.5) for n in range(25)]
+    lines.append(Line("behaviour", "NaN and infinity", "FAIL", "", 1))
+    report = Report("mine", "plain", (), "", ("fp32",), {}, lines, [], 1.0, 0, frozenset({"NaN and infinity"}))
+    assert report.headline() == "mine is correct in 25 of 26 checks, 1 allowed, 176 calls."
+    assert "  ok      line 3                    ; 7 calls" in text(report)
+
+
+def test_bits_are_equal_only_where_infinity_and_the_sign_of_zero_are():
+    largest = torch.finfo(torch.float32).max
+    assert same(torch.tensor([torch.nan, torch.inf, -0.0]), torch.tensor([torch.nan, torch.inf, -0.0]))
+    assert not same(torch.tensor([torch.inf]), torch.tensor([largest]))
+    assert not same(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+def test_repetitions_for_which_no_time_is_left_are_not_claimed(monkeypatch: pytest.MonkeyPatch):
+    session = session_of(subject_of(AttentionConfig("naive")))
+    monkeypatch.setattr(behaviour, "results", lambda *_: vars(session).update(deadline=0.0) or {})
+    assert CHECKS["the same again"](session).status == "skip"
+
+
+def test_a_processor_whose_product_spreads_nan_is_named_and_nothing_accused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(behaviour, "spreads", lambda dtype, device: dtype is torch.bfloat16)
+    found = not_finite(session_of(subject_of(AttentionConfig("naive")), "fp32", "bf16"))
+    assert (found.status, found.calls) == ("ok", 9)
+    assert found.detail.endswith("not judged in bf16: this processor's own product spreads a NaN to other rows")
+
+
+def forgets_scale(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, dropout_p: float = 0.0) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout_p)
+    return out * (1 - dropout_p)
+
+
+def test_a_forgotten_scale_of_dropout_is_called_that():
+    lines = {line.name: line for line in dropout(session_of(find(f"{__name__}:forgets_scale")))}
+    assert lines["scale"].status == "FAIL"
+    assert lines["scale"].detail.startswith("kept weights are not scaled by 1 / (1 - p)")
 
 
 def test_a_sentence_of_this_library_is_not_cut():

@@ -11,7 +11,7 @@ from attention import AttentionConfig
 from attention.check.cases import Case, draw, problem
 from attention.check.formula import evaluate, expected_rounding
 from attention.check.judge import judge
-from attention.check.run import results, verdicts
+from attention.check.results import results, verdicts
 from tests.attention import reference
 from tests.attention.subjects import CASES, subject_of
 from tests.right_attention import RIGHT

@@ -24,7 +24,7 @@ from attention import (
 )
 from attention.adapters.peers import Peer
 from attention.check.cases import Case
-from attention.check.run import verdicts
+from attention.check.results import verdicts
 from attention.check.subject import find, ours
 from tests import flash_attn_stand_in
 

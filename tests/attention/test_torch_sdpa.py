@@ -18,7 +18,7 @@ from torch.nn.attention import varlen
 from attention import UnsupportedAttention
 from attention.adapters import torch_sdpa
 from attention.check.cases import Case
-from attention.check.run import verdicts
+from attention.check.results import verdicts
 from attention.check.subject import Subject, find
 
 CPU = torch.device("cpu")

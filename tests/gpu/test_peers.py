@@ -9,7 +9,7 @@ import torch
 
 from attention import AttentionConfig, AttentionShape, SDPABackend, UnsupportedAttention, build_attention
 from attention.check.cases import Case
-from attention.check.run import verdicts
+from attention.check.results import verdicts
 from attention.check.subject import ours
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention import AttentionConfig, UnsupportedAttention, build_attention
 from attention.adapters import torch_sdpa
 from attention.check.cases import Case
-from attention.check.run import verdicts
+from attention.check.results import verdicts
 from attention.check.subject import find
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
