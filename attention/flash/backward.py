@@ -107,7 +107,7 @@ class Scores(NamedTuple):
 class FormulaInputs(NamedTuple):
     """The inputs of a formula, for one head; `vectors` belong to the rows that a program keeps."""
 
-    given: Any
+    inputs: Any
     scale: Any
     i_b: Any
     i_h: Any
@@ -158,8 +158,8 @@ def dq_step(b_totals, b_rows, keys, i_m, i_n, scores, MASKED, CONFIG: tl.constex
     if MODE.formula is not None:
         f = scores.formula
         place = Place(f.i_b, f.i_h, o_m[:, None], (i_n + tl.arange(0, BN))[None, :], pos)
-        column = MODE.formula.column(f.given, f.i_b, f.i_h, i_n, o_columns, None)
-        b_s, b_slope = MODE.formula.slope(b_s, f.scale, f.head, f.vectors, column, f.given, place, MODE.exact)
+        column = MODE.formula.column(f.inputs, f.i_b, f.i_h, i_n, o_columns, None)
+        b_s, b_slope = MODE.formula.slope(b_s, f.scale, f.head, f.vectors, column, f.inputs, place, MODE.exact)
     else:
         b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     b_p = tl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2[:, None])
@@ -273,8 +273,8 @@ def dkdv_step(
     if MODE.formula is not None:
         f = scores.formula
         place = Place(f.i_b, f.i_h, o_m[None, :], o_n[:, None], pos)
-        row = MODE.formula.row(f.given, f.i_b, f.i_h, place.o_m, pos.T)
-        b_s, b_slope = MODE.formula.slope(b_s, f.scale, f.head, row, f.vectors, f.given, place, MODE.exact)
+        row = MODE.formula.row(f.inputs, f.i_b, f.i_h, place.o_m, pos.T)
+        b_s, b_slope = MODE.formula.slope(b_s, f.scale, f.head, row, f.vectors, f.inputs, place, MODE.exact)
         b_lse2 = tl.where(o_m < pos.T, b_lse2, float("inf"))  # beyond the end, scores may be anything
     else:
         b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
@@ -309,7 +309,7 @@ def dkdv_step(
         b_x, distance = b_ds, o_m[None, :] + pos.offset - o_n[:, None]
         if TARGETS.sums == "far":
             NUMBER: tl.constexpr = TARGETS.number
-            b_x = tl.where(is_far(scores.formula.given[NUMBER], distance), b_ds, 0.0)
+            b_x = tl.where(is_far(scores.formula.inputs[NUMBER], distance), b_ds, 0.0)
         elif TARGETS.sums == "distance":
             b_x = b_ds * distance.to(tl.float32)
         b_sum += tl.sum(b_x, 1)
@@ -514,9 +514,9 @@ class Targets(NamedTuple):
 
 @triton.jit
 def is_far(x, distance):
-    """Whether pairs of a distance share the number of the furthest; x is a vector of distances as `kernel_inputs` has
-    it."""
-    return distance - (x[4] >> 2) >= (x[3] >> 2) - 1
+    """Whether pairs of a distance share the number of the furthest; x is a
+    Distances."""
+    return distance - (x.lowest >> 2) >= (x.size >> 2) - 1
 
 
 def slopes_gradient(sums: Tensor) -> Tensor:

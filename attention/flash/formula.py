@@ -42,6 +42,38 @@ LARGEST_TILE = tl.constexpr(128)  # keys
 COLUMN_ALIGNMENT = 4  # fp32 values: 16 bytes
 
 
+class Values(NamedTuple):
+    """Values of heads, rows or columns (B or 1, H or 1, ...) as kernels read them; those of columns see `column_input`.
+
+    All integers of such tuples are `unspecialised`. A stride is 0 where there is one value for all.
+    """
+
+    pointer: Any
+    stride_b: Any
+    stride_h: Any
+
+
+class Distances(NamedTuple):
+    """Values of distances, of which there are `size`, from the lowest i - j that is visible."""
+
+    pointer: Any
+    stride_b: Any
+    stride_h: Any
+    size: Any
+    lowest: Any
+
+
+class Pairs(NamedTuple):
+    """Values of pairs of a query and a key: so many rows and columns."""
+
+    pointer: Any
+    stride_b: Any
+    stride_h: Any
+    stride_row: Any
+    rows: Any
+    columns: Any
+
+
 class Code(NamedTuple):
     """A formula's functions in Triton, as a kernel's constant.
 
@@ -134,7 +166,7 @@ def compiled(text: str, digest: str) -> dict[str, Any]:
     text = text.replace("JIT", "@triton.jit") + "\n"
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     module = ModuleType(f"formula_{digest}")
-    vars(module).update(triton=triton, tl=tl, tanh_of=tanh_of, tl_tanh=tanh, given_index=given_index)
+    vars(module).update(triton=triton, tl=tl, tanh_of=tanh_of, tl_tanh=tanh, clamped=clamped)
     exec(compile(text, file, "exec"), vars(module))
     names = ("head", "row", "column", "value", "slope", "weights")
     return {name: vars(module)[f"{name}_{digest}"] for name in names}
@@ -152,8 +184,8 @@ def tanh_of(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def given_index(x, size):
-    """x, clamped to 0 to size - 1, with 64 bits, so that hidden pairs of any distance read an entry of the tensor."""
+def clamped(x, size):
+    """x between 0 and size - 1, with 64 bits, so that hidden pairs of any distance read an entry of the tensor."""
     return tl.minimum(tl.maximum(x, 0), size - 1).to(tl.int64)
 
 
@@ -175,13 +207,10 @@ class Writer:
         loaded, several values at a time: see `column_input`.
         """
         extra = {"head": "", "row": ", o, size", "column": ", first, o, size"}[stage]
-        lines = [f"def {stage}@(given, i_b, i_h{extra}):", f'    """{meaning}."""']
+        lines = [f"def {stage}@(inputs, i_b, i_h{extra}):", f'    """{meaning}."""']
         names = []
         for k in self.places[stage]:
-            strides = [f"(given[{k}][{n}] >> 2)" for n in (1, 2)]
-            if stage == "column":
-                strides = [f"{x} * {COLUMN_ALIGNMENT}" for x in strides]
-            lines.append(f"    p{k} = given[{k}][0] + (tl.cast(i_b, tl.int64) * {strides[0]} + i_h * {strides[1]})")
+            lines.append(f"    p{k} = {self.first_of_head(k, f' * {COLUMN_ALIGNMENT}' if stage == 'column' else '')}")
             if stage == "column":
                 lines += ["    if size is None:", f"        x{k} = tl.load(p{k} + first + o)", "    else:"]
                 lines.append(f"        x{k} = tl.load(p{k} + first + o, mask=first + o < size, other=0.0)")
@@ -197,7 +226,7 @@ class Writer:
     def function(self, name: str, outputs: Sequence[Node], meaning: str) -> str:
         """A function of q k^T that returns `outputs`, as a tuple if there are several."""
         lines = [
-            f"def {name}@(qk, scale, head, row, column, given, place, EXACT: tl.constexpr):",
+            f"def {name}@(qk, scale, head, row, column, inputs, place, EXACT: tl.constexpr):",
             f'    """{meaning}."""',
         ]
         nodes = topological(outputs)
@@ -206,20 +235,20 @@ class Writer:
         ):
             lines.append("    i_b, i_h, o_m, o_n, pos = place")
             lines.append("    i, j = o_m + (pos.offset + pos.k_start), o_n + pos.k_start")
-        written: dict[Node, str] = {}
+        names: dict[Node, str] = {}
         for n, x in enumerate(nodes):
             if x.op == "mul" and x.args[1] is leaf("s") and is_number(x.args[0]):
                 text = f"qk * (scale * {x.args[0].value!r})"
             elif x.op == "div" and x.args[0] is leaf("s") and is_number(x.args[1]):
                 text = f"qk * (scale / {x.args[1].value!r})"
             else:
-                text = self.expression(x, [written.get(y, "") for y in x.args])
+                text = self.expression(x, [names.get(y, "") for y in x.args])
             if x.op in ("number",) or text.isidentifier() or (x.op == "hoisted" and text.endswith("]")):
-                written[x] = text
+                names[x] = text
             else:
-                written[x] = f"y{n}"
+                names[x] = f"y{n}"
                 lines.append(f"    y{n} = {text}")
-        results = [written[x] for x in outputs]
+        results = [names[x] for x in outputs]
         result = results[0] if len(results) == 1 else f"({', '.join(results)})"
         return "\n".join([*lines, f"    return {result}"])
 
@@ -260,22 +289,31 @@ class Writer:
                 return f"tl.where({a[0]}, {a[1]}, {a[2]})"
         return f"{a[0]} {SIGNS[x.op]} {a[1]}"
 
+    def first_of_head(self, k: int, times: str = "") -> str:
+        """The address of a head's first value among the hoisted ones of number k; strides are multiplied by `times`.
+
+        Offsets have 64 bits: those of pairs exceed 2^31 from 12 heads of 16,384 queries and keys on.
+        """
+        strides = [f"tl.cast(i_{x}, tl.int64) * (inputs[{k}].stride_{x} >> 2){times}" for x in "bh"]
+        return f"inputs[{k}].pointer + ({strides[0]} + {strides[1]})"
+
     def hoisted(self, k: int) -> str:
         """The number k of the hoisted ones."""
         stage = self.plan.hoisted[k].stage
         if stage in self.places:
             return f"{stage}[{self.places[stage].index(k)}]"
-        start = f"given[{k}][0] + tl.cast(i_b, tl.int64) * (given[{k}][1] >> 2) + i_h * (given[{k}][2] >> 2)"
+        start, x = self.first_of_head(k), f"inputs[{k}]"
         if stage == "distance":
-            return f"tl.load({start} + given_index(i - j - (given[{k}][4] >> 2), given[{k}][3] >> 2))"
-        row, column = f"given_index(o_m, given[{k}][4] >> 2)", f"given_index(o_n, given[{k}][5] >> 2)"
-        return f"tl.load({start} + {row} * (given[{k}][3] >> 2) + {column})"
+            return f"tl.load({start} + clamped(i - j - ({x}.lowest >> 2), {x}.size >> 2))"
+        row, column = f"clamped(o_m, {x}.rows >> 2)", f"clamped(o_n, {x}.columns >> 2)"
+        return f"tl.load({start} + {row} * ({x}.stride_row >> 2) + {column})"
 
     def entry(self, k: int, x: Node, index: list[str]) -> str:
         """The entry of a table: its pointer, the batch's stride, and the stride and size of each index."""
-        text = f"given[{k}][0] + tl.cast(i_b, tl.int64) * (given[{k}][1] >> 2)"
+        text = f"inputs[{k}][0] + tl.cast(i_b, tl.int64) * (inputs[{k}][1] >> 2)"
         for n, y in enumerate(index):
-            text += f" + given_index({y}, given[{k}][{2 * n + 3}] >> 2) * (given[{k}][{2 * n + 2}] >> 2)"
+            stride, size = f"inputs[{k}][{2 * n + 2}] >> 2", f"inputs[{k}][{2 * n + 3}] >> 2"
+            text += f" + clamped({y}, {size}) * ({stride})"
         return f"tl.load({text}).to(tl.float32)"
 
 
@@ -309,19 +347,28 @@ def kernel_inputs(call: KernelCall, T: int, S: int, layout: Layout | None = None
     result = []
     for k, x in enumerate(call.inputs.formula or ()):
         strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+        kind: Any = Values
         if k >= len(p.hoisted):
+            kind = table
             first = x.ndim - len(p.tables[k - len(p.hoisted)].args)
-            own = zip(strides[first:], x.shape[first:], strict=True)
-            numbers = [strides[0] if first else 0, *(number for pair in own for number in pair)]
+            axes = zip(strides[first:], x.shape[first:], strict=True)
+            numbers = [strides[0] if first else 0, *(number for axis in axes for number in axis)]
         elif p.hoisted[k].stage == "pair":
-            numbers = [*strides[:3], x.shape[2], x.shape[3]]
+            kind, numbers = Pairs, [*strides[:3], x.shape[2], x.shape[3]]
         elif p.hoisted[k].stage == "column":
             x = column_input(x)
             numbers = [0 if x.shape[n] == 1 else x.stride(n) // COLUMN_ALIGNMENT for n in (0, 1)]
         else:
-            numbers = [*strides[:2], x.shape[2], low]
-        result.append((x, *(4 * number + 2 for number in numbers)))  # as `unspecialised`
+            numbers = strides[:2]
+            if p.hoisted[k].stage == "distance":
+                kind, numbers = Distances, [*numbers, x.shape[2], low]
+        result.append(kind(x, *(4 * number + 2 for number in numbers)))  # as `unspecialised`
     return call.inputs._replace(formula=tuple(result), factors=None)
+
+
+def table(*values: Any) -> tuple[Any, ...]:
+    """A table as kernels read it: its pointer, the batch's stride, and the stride and size of each index."""
+    return values
 
 
 def column_input(x: Tensor) -> Tensor:

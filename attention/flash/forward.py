@@ -234,8 +234,8 @@ def factor_input(x: Tensor) -> tuple[Any, ...]:
 @triton.jit
 def load_factors(factors, i_b, i_h, o_m, T):
     """The factors of the queries o_m of a head; 0 beyond the last."""
-    p_factors = factors[0] + tl.cast(i_b, tl.int64) * (factors[1] >> 2) + i_h * (factors[2] >> 2)
-    return tl.load(p_factors + o_m * (factors[3] >> 2), mask=o_m < T, other=0.0)
+    p_factors = factors[0] + (tl.cast(i_b, tl.int64) * (factors[1] >> 2) + tl.cast(i_h, tl.int64) * (factors[2] >> 2))
+    return tl.load(p_factors + o_m.to(tl.int64) * (factors[3] >> 2), mask=o_m < T, other=0.0)
 
 
 @triton.jit

@@ -136,7 +136,7 @@ class Bounds(NamedTuple):
 @triton.jit
 def values_of_head(x, strides, i_bh, H):
     """The address of a head's values of keys; strides: see `extremes_kernel`."""
-    return x + (tl.cast(i_bh // H, tl.int64) * (strides[0] >> 2) + i_bh % H * (strides[1] >> 2))
+    return x + (tl.cast(i_bh // H, tl.int64) * (strides[0] >> 2) + tl.cast(i_bh % H, tl.int64) * (strides[1] >> 2))
 
 
 @triton.jit

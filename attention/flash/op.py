@@ -180,18 +180,18 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], call: KernelCall) -> list[
     gradients = empty_gradients(q, k, v)
     sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32) if sums_of(call.spec) else None
     delta = rows_like(q) if call.spec.learned else None
-    found = Gradients(*split_qkv_grad(gradients, q, k), sums, room_for_ds(call, q, k), delta)
+    results = Gradients(*split_qkv_grad(gradients, q, k), sums, room_for_ds(call, q, k), delta)
     factors, dfactors = call.inputs.factors, None
     with DeviceOf(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
-        given = q
+        unscaled = q
         if factors is not None:
             q = scaled_queries(q, factors)
         path = PATHS[choose_path(call.problem(q, k), backward=True)]
-        dsinks = path.backward(do, q, k, v, out, lse2, found, call)
-        learned = learned_gradients((q, k, v, addressable(do), lse2), found, call)
+        dsinks = path.backward(do, q, k, v, out, lse2, results, call)
+        learned = learned_gradients((q, k, v, addressable(do), lse2), results, call)
         if factors is not None:
-            dfactors = scale_gradient(found.dq, given, factors, call.spec.factors == "learned")
+            dfactors = scale_gradient(results.dq, unscaled, factors, call.spec.factors == "learned")
     dslopes = slopes_gradient(sums) if sums is not None and call.spec.slopes else None
     return [*gradients, *learned, *(x for x in (dslopes, dsinks, dfactors) if x is not None)]
 
@@ -205,12 +205,15 @@ def flash_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int,
 @flash_backward.register_fake
 def _(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> list[Tensor]:
     q, k, v, _out, _lse, *inputs = saved
-    known = Spec.read(spec)
-    given = Inputs.of(known, inputs)
-    learned = [given.formula[number] for number in known.learned]
-    others = [*learned, *([given.slopes] if known.slopes else []), *([] if given.sinks is None else [given.sinks])]
-    others += [given.factors] if known.factors == "learned" else []
+    others = (inputs[place] for place in places_of_gradients(Spec.read(spec)))
     return [*empty_gradients(q, k, v), *(x.new_empty(x.shape) for x in others)]
+
+
+def places_of_gradients(spec: Spec) -> list[int]:
+    """The places, in `Inputs.present`, of the tensors whose gradients follow those of q, k and v."""
+    names = spec.inputs()
+    asked = {"slopes": spec.slopes, "sinks": "sinks" in names, "factors": spec.factors == "learned"}
+    return [*spec.learned, *(spec.computed + names.index(name) for name, is_asked in asked.items() if is_asked)]
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -249,19 +252,14 @@ def _gradients(
     """The gradients of q, k and v, and those of the inputs that are present."""
     saved = ctx.saved_tensors  # once: activation checkpointing gives them once
     q, k, _, _, _, *inputs = saved
-    none: list[Any] = [None] * len(inputs)
+    of_inputs: list[Any] = [None] * len(inputs)
     if do is None:
-        return [None, None, None], none
-    gradients = run(do, saved)
-    if spec.factors == "learned":
-        none[spec.computed + spec.inputs().index("factors")] = gradients.pop()
-    if "sinks" in spec.inputs():
-        none[spec.computed + spec.inputs().index("sinks")] = gradients.pop()
-    if spec.slopes:
-        none[spec.computed + spec.inputs().index("slopes")] = gradients.pop()
-    for number in reversed(spec.learned):
-        none[number] = gradients.pop()
-    return [*split_qkv_grad(gradients, q, k)], none
+        return [None, None, None], of_inputs
+    gradients, places = run(do, saved), places_of_gradients(spec)
+    n_qkv = len(gradients) - len(places)
+    for place, gradient in zip(places, gradients[n_qkv:], strict=True):
+        of_inputs[place] = gradient
+    return [*split_qkv_grad(gradients[:n_qkv], q, k)], of_inputs
 
 
 def _backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Any, ...]:
@@ -348,18 +346,19 @@ class FlashAttention(Attention):
         score = call.spec.score
         if has_code(score):
             return q, call
-        known, found = as_options(*score.values) or score, recognised(str(score.expression))
-        given = {} if found is None else {name: call.tensors[theirs] for name, theirs in found.tensors}
-        learned = torch.is_grad_enabled() and any(x.requires_grad for x in given.values())
+        of_kernels, found = as_options(*score.values) or score, recognised(str(score.expression))
+        tensors = {} if found is None else {name: call.tensors[theirs] for name, theirs in found.tensors}
+        learned = torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values())
         # The kernels of the options give a gradient to slopes alone, and none where a soft cap comes before them.
-        if (learned and known.soft_cap is not None) or any(x.shape != (q.shape[1],) for x in given.values()):
-            known = score
-        if found is None or known.formula is not None:
+        if (learned and of_kernels.soft_cap is not None) or any(x.shape != (q.shape[1],) for x in tensors.values()):
+            of_kernels = score
+        by_options = found is not None and of_kernels.formula is None
+        if not by_options:
+            tensors = {}
             q, call = super().prepare(q, call, S)
-            given = {}
-        given |= {x.name: call.tensors[x.name] for x in score.head_tensors if x.learned}
-        slopes = learned and known.formula is None
-        return q, call._replace(spec=call.spec._replace(score=known, slopes=slopes), tensors=given)
+        tensors |= {x.name: call.tensors[x.name] for x in score.head_tensors if x.learned}
+        spec = call.spec._replace(score=of_kernels, slopes=learned and by_options)
+        return q, call._replace(spec=spec, tensors=tensors)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         compiling = torch.compiler.is_compiling()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import time
 from dataclasses import replace
@@ -34,6 +35,22 @@ def test_a_formula_gives_what_python_gives_of_its_text_with_all_gradients(name):
     for number, text in enumerate(FORMULAS):
         problem = draw(rng, text, KINDS[number % len(KINDS)], longest=33)
         assert_right(problem, build_attention(replace(options, dropout=problem.dropout)))
+
+
+@pytest.mark.parametrize("text", ["s + bias[h, i, j]", "tanh(s) * bias[h, i, j]"])
+def test_the_kernels_read_a_tensor_of_more_than_2_to_the_31_numbers(text):
+    """Heads lie so far apart in memory that is reserved and mostly never touched."""
+    H, T, step = 12, 17, 2**31 // 10
+    no_reserve = 0x4000  # MAP_NORESERVE of Linux, which mmap does not name
+    memory = mmap.mmap(-1, 4 * (H - 1) * step + 4 * T * T, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    bias = torch.frombuffer(memory, dtype=torch.float32).as_strided((H, T, T), (step, T, 1))
+    bias.copy_(torch.randn(H, T, T, generator=torch.Generator().manual_seed(0)))
+    q, k, v = torch.randn(3, 1, H, T, 16, generator=torch.Generator().manual_seed(1))
+    naive, flash = (
+        build_attention(AttentionConfig(name))(q, k, v, score=Score(formula=text), tensors={"bias": bias}).out
+        for name in ("naive", "flash")
+    )
+    torch.testing.assert_close(flash, naive, rtol=1e-5, atol=1e-5)
 
 
 def test_the_kernels_give_what_python_gives_of_a_formulas_text_with_all_gradients():

@@ -13,8 +13,6 @@ the first addend of q k^T: no thread loads a key's number, or keeps it in regist
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -28,7 +26,7 @@ from ...gpu import ALIGNMENT
 from ...spec import Inputs
 from .. import tiles as plain
 from ..call import KernelCall, Mode
-from ..formula import COLUMN_ALIGNMENT, LARGEST_TILE, added_by, kernel_inputs, plan_of, written
+from ..formula import COLUMN_ALIGNMENT, LARGEST_TILE, Distances, Pairs, added_by, kernel_inputs, plan_of, written
 from ..score import LOG2_E
 from .program import parts_tiles
 
@@ -56,17 +54,17 @@ def hopper_inputs(call: KernelCall, T: int, S: int) -> Inputs:
     return inputs._replace(formula=(distance_input(call.inputs.formula[number], inputs.formula[number]),))
 
 
-def distance_input(x: Tensor, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def distance_input(x: Tensor, plain_input: Distances) -> Distances:
     """Numbers of distances (B or 1, H or 1, length) as these kernels read them: all of a near tile, without masks.
 
-    given  as `kernel_inputs` has them; here both ends go on for as far as a tile reaches.
+    plain_input  as `kernel_inputs` has them; here both ends go on for as far as a tile reaches.
     """
     x = F.pad(x, (ROOM.value, ROOM.value), mode="replicate")
-    strides = (0 if x.shape[n] == 1 else x.stride(n) for n in range(2))
-    return (x, *map(plain.unspecialised, strides), *given[3:])
+    stride_b, stride_h = (plain.unspecialised(0 if x.shape[n] == 1 else x.stride(n)) for n in range(2))
+    return plain_input._replace(pointer=x, stride_b=stride_b, stride_h=stride_h)
 
 
-def pair_input(x: Tensor) -> tuple[Any, ...]:
+def pair_input(x: Tensor) -> Pairs:
     """Values of pairs (B or 1, H or 1, T, S) as these kernels read them: without masks, and several at a time.
 
     The stride of rows is a multiple of COLUMN_ALIGNMENT, and rows are padded to whole tiles of keys.
@@ -76,13 +74,13 @@ def pair_input(x: Tensor) -> tuple[Any, ...]:
     if S % LARGEST_TILE.value or x.data_ptr() % ALIGNMENT or any(stride % COLUMN_ALIGNMENT for stride in steps):
         x = F.pad(x, (0, -S % LARGEST_TILE.value)).contiguous()
     strides = [0 if x.shape[n] == 1 else x.stride(n) // COLUMN_ALIGNMENT for n in range(3)]
-    return (x, *map(plain.unspecialised, (*strides, T, S)))
+    return Pairs(x, *map(plain.unspecialised, (*strides, T, S)))
 
 
 @triton.jit
 def first_number(x, i_b, i_h):
     """The address of a head's values; x is from `distance_input`."""
-    return x[0] + (tl.cast(i_b, tl.int64) * (x[1] >> 2) + i_h * (x[2] >> 2) + ROOM)
+    return x.pointer + (tl.cast(i_b, tl.int64) * (x.stride_b >> 2) + i_h * (x.stride_h >> 2) + ROOM)
 
 
 @triton.jit
@@ -91,14 +89,14 @@ def far_number(inputs, i_b, i_h, MODE: tl.constexpr):
     far = 0.0
     if MODE.added == "distance":
         x = inputs.formula[0]
-        far = tl.load(first_number(x, i_b, i_h) + ((x[3] >> 2) - 1)) * LOG2_E
+        far = tl.load(first_number(x, i_b, i_h) + ((x.size >> 2) - 1)) * LOG2_E
     return far
 
 
 @triton.jit
 def is_near(x, i_m, i_n, BN: tl.constexpr, pos):
     """Whether a pair of the queries from i_m and the BN keys from i_n has another value than the furthest."""
-    return i_m + pos.offset - (i_n + (BN - 1)) < (x[4] >> 2) + (x[3] >> 2) - 1
+    return i_m + pos.offset - (i_n + (BN - 1)) < (x.lowest >> 2) + (x.size >> 2) - 1
 
 
 @triton.jit
@@ -109,22 +107,22 @@ def near_numbers(x, i_b, i_h, i_m, i_n, o_rows, o_columns, BN: tl.constexpr, pos
                        add to an address is then part of the instruction
     """
     # No query of a tile that lies further ahead of its keys sees one of them.
-    o = tl.maximum(i_m - i_n + (pos.offset - (x[4] >> 2)), -64)
+    o = tl.maximum(i_m - i_n + (pos.offset - (x.lowest >> 2)), -64)
     return tl.load((first_number(x, i_b, i_h) + (o - (BN - 1)) + o_rows) + o_columns)
 
 
 @triton.jit
 def pair_place(x, i_b, i_h, i_m, i_n):
     """The address of the value of query i_m and key i_n, and the stride of rows."""
-    step = (x[3] >> 2) * ALIGNED
-    o_head = (tl.cast(i_b, tl.int64) * (x[1] >> 2) + tl.cast(i_h, tl.int64) * (x[2] >> 2)) * ALIGNED
-    return x[0] + (o_head + tl.cast(i_m, tl.int64) * step + i_n), step
+    step = (x.stride_row >> 2) * ALIGNED
+    o_head = (tl.cast(i_b, tl.int64) * (x.stride_b >> 2) + tl.cast(i_h, tl.int64) * (x.stride_h >> 2)) * ALIGNED
+    return x.pointer + (o_head + tl.cast(i_m, tl.int64) * step + i_n), step
 
 
 @triton.jit
 def pair_numbers(x, i_b, i_h, i_m, i_n, o_m, o_n):
     """The values of the queries i_m + o_m and the keys i_n + o_n; beyond the last query, those of the last."""
-    T = x[4] >> 2
+    T = x.rows >> 2
     i_m = tl.maximum(tl.minimum(i_m, T - 1), 0)
     first, step = pair_place(x, i_b, i_h, i_m, i_n)
     return tl.load((first + tl.minimum(o_m, T - 1 - i_m) * step) + o_n)  # o_n is part of the instruction
@@ -135,7 +133,7 @@ def prefetch_pairs(x, i_b, i_h, i_m, i_n, ROWS: gl.constexpr, BN: gl.constexpr):
     """One warp requests the values of ROWS queries from i_m and BN keys from i_n for the L2 cache."""
     LINES: gl.constexpr = BN // LINE
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [1, 1], [1, 0])
-    T, S = x[4] >> 2, x[5] >> 2
+    T, S = x.rows >> 2, x.columns >> 2
     i_m = gl.maximum(gl.minimum(i_m, T - 1), 0)
     first, step = pair_place(x, i_b, i_h, i_m, 0)
     o_n = gl.minimum(i_n + gl.arange(0, LINES, gl.SliceLayout(0, LAYOUT)) * LINE, S - 1)[None, :]

@@ -64,7 +64,7 @@ class Added(NamedTuple):
 class Terms(NamedTuple):
     """What a formula's scores are computed from, for the queries of one consumer."""
 
-    given: Any
+    inputs: Any
     scale: Any
     i_b: Any
     i_h: Any
@@ -183,8 +183,8 @@ def finish_scores(b_s, i_n, is_cut, queries, N: gl.constexpr, BLOCKS: gl.constex
     if MODE.formula is not None and not MODE.biased:
         f = queries.formula
         place = Place(f.i_b, f.i_h, o_m, i_n + o_columns, pos)
-        column = MODE.formula.column(f.given, f.i_b, f.i_h, i_n, o_columns, None)
-        b_s = MODE.formula.value(b_s, f.scale, f.head, f.row, column, f.given, place, False)
+        column = MODE.formula.column(f.inputs, f.i_b, f.i_h, i_n, o_columns, None)
+        b_s = MODE.formula.value(b_s, f.scale, f.head, f.row, column, f.inputs, place, False)
     elif not in_product(MODE.alibi, MODE.soft_cap, MODE.biased):  # else the product has left the changed scores
         b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
         # ALiBi's bias of a column is the same in every tile and stays in registers; `tile_shift` is the bias of a tile.
