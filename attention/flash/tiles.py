@@ -287,4 +287,11 @@ def dot(b_a, b_b, b_c, MODE: tl.constexpr):
     if INTERPRET:
         # The interpreter would multiply bfloat16's bit patterns. In fp32 the products of 16-bit values are exact.
         b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
-    return tl.dot(b_a, b_b, b_c, input_precision=MODE.precision)
+    if INTERPRET and MODE.exact:
+        # NumPy adds in an order that depends on the tile's shape, a GPU does not. Forward and backward would then
+        # differ in their scores, and delta would no longer cancel the sum of p dp along a row.
+        b_x = tl.dot(b_a.to(tl.float64), b_b.to(tl.float64)).to(tl.float32)
+        b_x = b_x if b_c is None else b_x + b_c
+    else:
+        b_x = tl.dot(b_a, b_b, b_c, input_precision=MODE.precision)
+    return b_x

@@ -52,6 +52,17 @@ def test_gpus_without_a_copy_engine_move_tiles_by_pointers(case, monkeypatch):
     assert_flash_accurate(replace(CASES[case], dropout=0.17), torch.bfloat16)
 
 
+@pytest.mark.parametrize("shift", [-120.0, 300.0])
+def test_large_scores_cost_dq_no_more_than_the_formula_loses(shift):
+    """All scores of a row are moved by the same amount, which the sum of ds along the row must cancel in dq."""
+    q, k, v, do = Case(1, 2, 2, 200, 200, 32).tensors(torch.float32, DEVICE)
+    q[..., 0], k[..., 0] = math.sqrt(32), shift
+    expected = gradients(formula, q.double(), k.double(), v.double(), do.double())
+    plain, ours = gradients(formula, q, k, v, do), gradients(flash(), q, k, v, do)
+    for name, x in expected.items():
+        assert (ours[name] - x).norm() < 3 * (plain[name] - x).norm(), name
+
+
 @pytest.mark.parametrize("p", [1 / 256, 0.1, 0.5, 0.75, 255 / 256])
 def test_every_rate_is_realised_exactly(p):
     """Thresholds below and above 128 compile to different instructions."""
