@@ -18,7 +18,10 @@ class Steps:
     """A call, in the steps of FlashAttention-2 with all scores in memory. Sums are fp32's, or fp64's.
 
     differentiated  whether gradients will be asked for
+    needs           of q, k, v and the sinks, in the backward pass: which need a gradient
     """
+
+    needs: tuple[bool, ...] = ()
 
     def __init__(self, q: Tensor, k: Tensor, options: dict[str, Any], rate: float, differentiated: bool) -> None:
         self.score: Score = options["score"]
@@ -159,6 +162,7 @@ class Run(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (q, k, v, out, lse), steps = ctx.saved_tensors, ctx.steps
+        steps.needs = ctx.needs_input_grad
         H_kv, raw = k.shape[1], steps.raw(q, k)
         p = steps.weights(steps.hidden(steps.changed(raw), backward=True), lse)
         dp = steps.drop(dot(do, steps.expand(v).mT), backward=True)

@@ -140,6 +140,8 @@ class Accuracy:
             details.append(
                 f"{f'{wrong} of {self.calls[group]} wrong, ' if wrong else ''}worst {in_words(verdict, case)}"
             )
+        if group == "shifts" and len(self.session.dtypes) > 1:
+            details.append("16 bits leave dq few digits there: s and delta are rounded")
         if refused:
             ((reason, _),) = Counter(refused).most_common(1)
             details.append(f"refused {len(refused)}: {reason}")

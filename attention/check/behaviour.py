@@ -345,6 +345,43 @@ def generators(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
+def some_gradients(session: Session) -> Line:
+    """Where only some of q, k and v need a gradient, it is what it is where all do."""
+    subject, calls, wrong = session.subject, 0, list[Failure]()
+    if not session.gradients:
+        return Line(SECTION, "some gradients", "skip", f"no gradients: {session.no_gradients}")
+    for dtype, of in session.timely(product(session.dtypes, (("q",), ("k",), ("v",), ("k", "v")))):
+        case = session.case(65, dtype=dtype)
+        inputs = draw(case, session.device)
+        try:
+            found = judged(subject, case, inputs, results(subject, case, inputs, of=of))
+        except Refused:
+            continue
+        calls += 1
+        for verdict in (x for x in found if not x.passes):
+            where = f"{verdict.name} of {verdict.place()} is {verdict.error:.3g} off"
+            wrong.append(Failure(f"{where} where only {' and '.join(of)} needs a gradient ({case.words()})", case))
+    return line(session, "some gradients", calls, wrong, "q, k and v may need gradients one by one")
+
+
+def autocast(session: Session) -> Line:
+    """In a block of torch.autocast, results of fp32 tensors are right to the rounding of bf16 at least."""
+    subject, calls, wrong, eps = session.subject, 0, list[Failure](), torch.finfo(torch.bfloat16).eps
+    for T, dtype in session.timely(product((33, 65, 128), {"fp32"} & set(session.dtypes))):
+        case = session.case(T, dtype=dtype)
+        inputs = draw(case, session.device)
+        try:
+            with torch.autocast(session.device.type, torch.bfloat16):
+                got = results(subject, case, inputs, session.gradients)
+        except Refused:
+            continue
+        calls += 1
+        for verdict in (x for x in judged(subject, case, inputs, got, eps=eps) if not x.passes):
+            where = f"{verdict.name} of {verdict.place()} is {verdict.error:.3g} off"
+            wrong.append(Failure(f"{where} under torch.autocast ({case.words()})", case))
+    return line(session, "autocast", calls, wrong, "right under torch.autocast, to the rounding of bf16")
+
+
 def survives(copy: Tensor, result: Tensor | None) -> bool:
     """Whether a result is still as its copy."""
     try:
@@ -359,5 +396,7 @@ CHECKS = {
     "the same again": repeats,
     "alone and in a batch": batch,
     "without gradients": evaluation,
+    "some gradients": some_gradients,
+    "autocast": autocast,
     "side effects": side_effects,
 }

@@ -19,6 +19,7 @@ MEMORY = {
     "misaligned start": "torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)",
     "channels not adjacent": "x.mT.contiguous().mT",
     "every other token": "x.repeat_interleave(2, dim=2)[:, :, ::2]",
+    "one head for all": "x[:, :1].expand_as(x)",
     "batch innermost": "x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2)",
 }
 # Factors of the keys, (S, 1). They make the running maximum of a row grow steadily, or jump now and then.
@@ -26,6 +27,12 @@ TRENDS = {
     "none": "1.0",
     "rising": "torch.linspace(0, 6, S).unsqueeze(1)",
     "jumping": "1 + 30.0 * (torch.arange(S) % 61 == 60).unsqueeze(1)",
+}
+# Factors of the queries, (T, 1).
+ROWS = {
+    "none": "1.0",
+    "tilted": "torch.linspace(-1, 1, T).unsqueeze(1)",
+    "some zero": "(torch.arange(T) % 3 > 0).unsqueeze(1)",
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -43,6 +50,9 @@ class Case:
     size       standard deviation of v and, where it is below 1, of the gradient of out
     memory     one of MEMORY
     trend      one of TRENDS
+    rows       one of ROWS
+    shift      added to the scores of a row, times its factor of ROWS, by the first channels of q and k
+    mask       the visible keys come as a mask tensor
     """
 
     T: int = 64
@@ -66,6 +76,9 @@ class Case:
     size: float = 1.0
     memory: str = "contiguous"
     trend: str = "none"
+    rows: str = "none"
+    shift: float = 0.0
+    mask: bool = False
     seed: int = 0
 
     def features(self) -> set[str]:
@@ -85,6 +98,7 @@ class Case:
             "document_rows": bool(self.documents) and self.B > 1,
             "empty": self.causal and not self.top_left and self.T > self.S,
             "top_left": self.top_left,
+            "mask": self.mask,
         }
         return {name for name, needed in needs.items() if needed}
 
@@ -140,15 +154,18 @@ class Inputs:
 def draw(case: Case, device: torch.device | str = "cpu") -> Inputs:
     """Normal numbers from the case's seed, drawn on the CPU in fp64 and rounded: the same on every device."""
     generator = torch.Generator().manual_seed(case.seed)
-    dtype, spread = DTYPES[case.dtype], case.spread / (case.actual_scale() * math.sqrt(case.D))
+    dtype, spread = DTYPES[case.dtype], case.spread / (abs(case.actual_scale()) * math.sqrt(case.D))
 
     def normal(heads: int, length: int, size: float | Tensor) -> Tensor:
         x = torch.randn(case.B, heads, length, case.D, generator=generator, dtype=torch.float64) * size
         return eval(MEMORY[case.memory], {"torch": torch, "x": x.to(dtype).to(device)})
 
     trend = eval(TRENDS[case.trend], {"torch": torch, "S": case.S})
-    q, k = normal(case.H, case.T, spread**0.5), normal(case.H_kv, case.S, trend * spread**0.5)
+    rows = eval(ROWS[case.rows], {"torch": torch, "T": case.T})
+    q, k = normal(case.H, case.T, rows * spread**0.5), normal(case.H_kv, case.S, trend * spread**0.5)
     v, do = normal(case.H_kv, case.S, case.size), normal(case.H, case.T, min(case.size, 1.0))
+    if case.shift:
+        q[..., :1], k[..., :1] = rows, case.shift / case.actual_scale()
     slopes = torch.exp2(-8 * torch.arange(1, case.H + 1) / case.H).to(device) if case.alibi else None
     sinks = torch.linspace(-1.5, 2.0, case.H).to(device) if case.sinks else None
     bias = None

@@ -20,6 +20,7 @@ from .run import Failure, Line, Session, failed
 
 SECTION = "dropout"
 RATE = 32 / 256  # which masks with rates in steps of 1/256 have exactly
+FINE = 1.4 / 256  # a rate between such steps
 DEVIATIONS = 5.5
 
 
@@ -41,6 +42,7 @@ def dropout(session: Session) -> Iterator[Line]:
     yield independence(session, case, keep, seen)
     yield scheme(session, case, keep, seen)
     yield replay(session)
+    yield between_steps(session, replace(case, dropout=FINE))
 
 
 def drawn_mask(session: Session, case: Case) -> tuple[Tensor, Tensor]:
@@ -160,6 +162,28 @@ def replay(session: Session) -> Line:
         return Line(SECTION, name, "FAIL", wrong[0].what, calls, share, [replay_failure(session, wrong[0])])
     detail = f"forward and backward drop the same weights and scale the others (worst {share:.2f})"
     return Line(SECTION, "replay", "ok", detail, calls, share)
+
+
+def between_steps(session: Session, case: Case) -> Line:
+    """A rate that an implementation may round to steps of 1/256, with the scale of the rate that it drops with."""
+    name, inputs = "rate between steps", draw(case, session.device)
+    try:
+        keep, seen = drawn_mask(session, case)
+        got = results(session.subject, case, inputs, gradients=False)
+    except Refused as error:
+        return Line(SECTION, name, "skip", f"refused: {error}")
+    n = int(seen.sum())
+    share = (~keep & seen).sum().item() / n
+    realised = min((FINE, round(256 * FINE) / 256), key=lambda p: abs(share - p))
+    detail = f"{share:.5f} of {n:,} weights were dropped, and {FINE:.5f} was requested"
+    if abs(share - realised) > DEVIATIONS * (realised / n) ** 0.5:
+        return failed(SECTION, name, detail, case)
+    asked = replace(problem(case, inputs, keep), keep_scale=1 / (1 - realised))
+    (verdict, *_) = judge(inputs.q, inputs.k, inputs.v, inputs.do, asked, {"out": got["out"]})
+    if not verdict.passes:
+        what = f"{detail}; the others are not scaled by {1 / (1 - realised):.5f}: {verdict.place()} is wrong"
+        return failed(SECTION, name, what, case, share=verdict.share)
+    return Line(SECTION, name, "ok", f"{detail}; the others are scaled for that", 1, verdict.share)
 
 
 def replay_failure(session: Session, failure: Failure) -> Failure:

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 from .cases import MEMORY, Case
 
 # Around multiples of common tile sizes: 16, 32, 48, 64, 80, 96, 128, 192, 256.
 EDGES = tuple(n + d for n in (48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256) for d in (-1, 0, 1))
-LENGTHS: tuple[int, ...] = (*range(1, 47), *EDGES, 320, 383, 511, 513, 769, 1025)
+LENGTHS: tuple[int, ...] = (*range(1, 47), *EDGES, 320, 383, 384, 448, 511, 512, 513, 769, 1025)
 HEAD_SIZES = (
     *(n + d for n in (2, 5, 8, 16, 32, 48, 64, 96, 128, 192) for d in (-1, 0, 1)),
     *(12, 24, 40, 72, 80, 112, 160, 224, 255, 256),
 )
-HEADS = ((1, 1, 1), (2, 3, 3), (1, 4, 2), (2, 6, 3), (3, 8, 1), (1, 5, 1), (1, 16, 4), (5, 2, 2))
+HEADS = (
+    (1, 1, 1),
+    (2, 3, 3),
+    (1, 4, 2),
+    (2, 6, 3),
+    (3, 8, 1),
+    (1, 5, 1),
+    (1, 16, 4),
+    (5, 2, 2),
+    (1, 17, 17),
+    (1, 40, 8),
+    (7, 2, 1),
+)
 UNEQUAL: tuple[tuple[int, int], ...] = (
     (1, 2),
     (1, 33),
@@ -43,6 +56,16 @@ DOCUMENTS: tuple[tuple[int, ...], ...] = (
 )
 DOCUMENTS += ((33, 1, 1, 1, 61), (128, 1), (40, 40, 40))
 
+# T and S of calls whose scores are shifted, and what else is changed.
+SHIFTED: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    *((T, T, {}) for T in (64, 65, 129)),
+    *((T, S, {"mask": True}) for T, S in ((65, 65), (192, 192), (1, 128))),
+    *((1, S, {}) for S in (128, 321)),
+    (192, 192, {"causal": False}),
+    (129, 129, {"window": 33}),
+    (64, 64, {"rows": "tilted"}),
+)
+
 
 def groups(seed: int) -> dict[str, list[Case]]:
     """name -> cases. Inputs, and the cases of `combined`, differ from seed to seed."""
@@ -59,6 +82,7 @@ def groups(seed: int) -> dict[str, list[Case]]:
             for causal, top_left in ((True, False), (True, True), (False, False))
         ],
         "scale": [Case(scale=scale, D=D) for scale in (0.03, 1.0) for D in (16, 40)],
+        "negative scale": [Case(T=T, S=T, scale=-0.25, D=D) for T in (33, 64) for D in (16, 40)],
         "scores": [
             Case(T=T, S=T, D=D, spread=spread, trend=trend, causal=causal)
             for spread, trend in (
@@ -67,6 +91,12 @@ def groups(seed: int) -> dict[str, list[Case]]:
                 (10.0, "rising"),
             )
             for T, D, causal in ((70, 16, True), (200, 32, False))
+        ]
+        + [Case(T=T, S=T, D=32, rows="some zero", causal=causal) for T, causal in ((70, True), (130, False))],
+        "shifts": [
+            Case(T=T, S=S, D=64, H_kv=1, shift=shift, **options)
+            for shift in (-600.0, -120.0, -30.0, 120.0, 600.0)
+            for T, S, options in SHIFTED
         ],
         "large and tiny values": [
             Case(T=T, S=T, D=32, size=size) for size in (1e-5, 1e-3, 30.0, 100.0) for T in (50, 130)
@@ -81,12 +111,18 @@ def groups(seed: int) -> dict[str, list[Case]]:
             Case(T=T, S=S, window=w, H_kv=1 + w % 2)
             for w in WINDOWS
             for T, S in ((97, 97), (1, 97), (30, 97) if w % 2 else (130, 130))
-        ],
+        ]
+        + [Case(T=T, S=T, window=w) for T in (64, 192) for w in (9, 64, 100)],
         "documents": [
             Case(T=sum(lengths), S=sum(lengths), documents=lengths, causal=causal, B=B)
             for lengths in DOCUMENTS
             for causal in (True, False)
             for B in (1, 3)
+        ]
+        + [
+            Case(T=sum(lengths), S=sum(lengths), documents=lengths, window=w, B=2)
+            for lengths in ((40, 40, 40), (64, 128), (5, 7, 90))
+            for w in (1, 17, 48)
         ],
         "soft cap": [
             Case(T=T, S=T, soft_cap=cap, spread=spread)
@@ -133,7 +169,8 @@ def random_case(draws: random.Random) -> Case:
     if draws.random() < 0.2:
         first = draws.randint(0, T)
         lengths = tuple(n for n in (first, (T - first) // 3, T - first - (T - first) // 3) if n)
-        return replace(case, documents=lengths)
+        window = draws.choice((None, None, draws.randint(1, 100))) if case.causal else None
+        return replace(case, documents=lengths, window=window)
     if draws.random() < 0.3:
         case = replace(case, S=draws.randint(1, 300))
     if case.causal:

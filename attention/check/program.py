@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .cases import DTYPES, MEMORY, TRENDS, Case
+from .cases import DTYPES, MEMORY, ROWS, TRENDS, Case
 from .judge import Verdict
 from .subject import Subject
 
@@ -57,10 +57,13 @@ def preamble(subject: Subject, case: Case, device: torch.device) -> list[str]:
     """The lines that import, and draw q, k, v, do, seen and, where the case has them, slopes, sinks, bias, starts."""
     dtype, there = str(DTYPES[case.dtype]), "" if device.type == "cpu" else f"{device.type!r}, "
     here = "" if device.type == "cpu" else f".to({device.type!r})"
-    root = (case.spread / (case.actual_scale() * case.D**0.5)) ** 0.5
+    root = (case.spread / (abs(case.actual_scale()) * case.D**0.5)) ** 0.5
     sizes: list[float | str] = [root, root, case.size, min(case.size, 1.0)]
     if case.trend != "none":
         sizes[1] = f"{root!r} * ({TRENDS[case.trend].replace('S', str(case.S))})"
+    rows = ROWS[case.rows].replace("T)", f"{case.T})")
+    if case.rows != "none":
+        sizes[0] = f"{root!r} * {rows}"
     shapes = [(case.H, case.T), (case.H_kv, case.S), (case.H_kv, case.S), (case.H, case.T)]
     x, each = f"torch.randn({case.B}, h, n, {case.D}, dtype=torch.float64)", f"h, n in {tuple(shapes)}"
     if sizes != [1.0] * 4:
@@ -70,6 +73,8 @@ def preamble(subject: Subject, case: Case, device: torch.device) -> list[str]:
     lines += [f"q, k, v, do = ({x}.to({there}{dtype}) for {each})"]
     if case.memory != "contiguous":
         lines += [f"q, k, v, do = ({MEMORY[case.memory]} for x in (q, k, v, do))"]
+    if case.shift:
+        lines += [f"q[..., :1], k[..., :1] = {rows}, {case.shift / case.actual_scale()!r}"]
     if case.alibi:
         lines += [f"slopes = torch.exp2(-8 * torch.arange(1, {case.H + 1}) / {case.H}){here}"]
     if case.sinks:

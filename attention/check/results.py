@@ -7,7 +7,7 @@ answers to inputs that are changed by one rounding have the errors to expect.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .judge import Errors, Verdict, distance, judge
 from .subject import Subject
 
 DRAWS = 4  # of changed inputs
-TENSORS = ("q", "k", "v", "do", "sinks", "bias")
+LEAVES = ("q", "k", "v", "sinks", "bias")
 
 
 class Refused(Exception):
@@ -34,11 +34,15 @@ def short(error: BaseException) -> str:
     return words if len(words) <= 160 else f"{words[:157]}..."
 
 
-def results(subject: Subject, case: Case, inputs: Inputs, gradients: bool = True) -> dict[str, Tensor | None]:
+def results(
+    subject: Subject, case: Case, inputs: Inputs, gradients: bool = True, of: Sequence[str] = LEAVES
+) -> dict[str, Tensor | None]:
     """out, lse and gradients, detached, by the names of formula.RESULTS; None for a gradient that autograd does not
-    give. Raises Refused."""
-    leaves = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks", "bias")}
-    leaves = {name: x.detach().requires_grad_(gradients) for name, x in leaves.items() if x is not None}
+    give. Raises Refused.
+
+    of  the tensors that need a gradient
+    """
+    leaves = {name: x.detach().requires_grad_(gradients) for name in of if (x := getattr(inputs, name)) is not None}
     values: dict[str, Tensor | None] = {}
     try:
         with torch.set_grad_enabled(gradients):
@@ -47,7 +51,7 @@ def results(subject: Subject, case: Case, inputs: Inputs, gradients: bool = True
         if lse is not None:
             values["lse"] = lse.detach()
         if gradients:
-            given = torch.autograd.grad(out, list(leaves.values()), inputs.do, allow_unused=True)
+            given = torch.autograd.grad(out, list(leaves.values()), inputs.do.to(out.dtype), allow_unused=True)
             values |= {f"d{name}": x for name, x in zip(leaves, given, strict=True)}
     except (Exception, SystemExit) as error:
         if str(error).startswith("CUDA error"):
@@ -88,7 +92,7 @@ def judged_by(
 ) -> list[Verdict]:
     """The judgement of the results that the reference has too. Raises Refused."""
     gradients = any(name.startswith("d") for name in got)
-    tensors = {name: x for name in TENSORS if (x := getattr(inputs, name)) is not None}
+    tensors = {name: x for name in (*LEAVES, "do") if (x := getattr(inputs, name)) is not None}
     rounded = results(reference, case, inputs, gradients)
     wide = torch.float64
     try:

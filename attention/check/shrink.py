@@ -9,6 +9,8 @@ from dataclasses import replace
 from .cases import Case
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 97, 127, 128, 129)
+FEATURES = ("documents", "bias", "sinks", "alibi", "soft_cap", "window", "mask", "scale", "memory", "trend", "size")
+FEATURES += ("rows", "shift")
 HEAD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -37,7 +39,7 @@ def smallest(case: Case, fails: Callable[[Case], bool], seconds: float = 5.0) ->
 def simplifications(case: Case) -> Iterator[Case]:
     """Simpler cases; those that remove most come first."""
     plain = Case(dtype=case.dtype)
-    for name in ("documents", "bias", "sinks", "alibi", "soft_cap", "window", "scale", "memory", "trend", "size"):
+    for name in FEATURES:
         if getattr(case, name) != getattr(plain, name):
             yield replace(case, **{name: getattr(plain, name)})
     if case.B > 1:

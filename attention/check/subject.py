@@ -55,9 +55,9 @@ ALIASES = {
 FEATURE_OF = {"slopes": "alibi", "cu_seqlens": "documents", "aux": "lse"}  # where role and feature differ in name
 # The features that a call may need. `grouped`: fewer key/value heads than query heads. `empty`: rows that see no key.
 # `document_rows`: documents that differ between the sequences of a batch. `top_left`: a causal flag by which query i
-# sees the keys j <= i, whatever the number of keys.
+# sees the keys j <= i, whatever the number of keys. `mask`: a tensor that is true where a query sees a key.
 FEATURES = {"causal", "full", "window", "documents", "soft_cap", "alibi", "sinks", "bias", "scale", "dropout", "lse"}
-FEATURES |= {"grouped", "empty", "document_rows", "top_left"}
+FEATURES |= {"grouped", "empty", "document_rows", "top_left", "mask"}
 STYLES = ("ours", "plain", "sdpa", "flash", "varlen", "transformers")
 # From (B, H, T, D) to the axes of a style and back, as code after a tensor; the others have (B, H, T, D).
 AXES = {
@@ -241,7 +241,7 @@ class Subject:
                 positional = bounds(case)
             else:  # flash-attn 4 has another parameter before them
                 named |= zip(names, bounds(case), strict=True)
-        if self.style == "sdpa" and needs_mask(case):
+        if case.mask or (self.style == "sdpa" and needs_mask(case)):
             give("mask", "bias.masked_fill(~seen, -torch.inf)" if case.bias else "seen")
         else:
             if signature.name("causal"):

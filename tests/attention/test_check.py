@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from attention.interface import Call
 from attention.naive import NaiveAttention
 from tests.attention.subjects import CASES, subject_of
 from tests.right_attention import RIGHT, KeysBackwards
-from tests.wrong_attention import FAULTS
+from tests.wrong_attention import CORNERS, FAULTS
 
 CPU = torch.device("cpu")
 PAGE = Path(__file__).parents[2] / "docs" / "check.md"
@@ -370,7 +371,7 @@ def test_every_layout_and_trend_is_tried_and_shown_in_a_program():
     contiguous = draw(Case(B=2, T=5, S=5, D=3)).q
     for memory in MEMORY:
         x = draw(Case(B=2, T=5, S=5, D=3, memory=memory)).q
-        assert torch.equal(x, contiguous)
+        assert torch.equal(x, contiguous[:, :1].expand_as(x) if memory == "one head for all" else contiguous)
         assert (x.stride(), x.storage_offset()) != (contiguous.stride(), 0) or memory == "contiguous"
 
 
@@ -697,6 +698,56 @@ def test_a_forgotten_scale_of_dropout_is_called_that():
     lines = {line.name: line for line in dropout(session_of(find(f"{__name__}:forgets_scale")))}
     assert lines["scale"].status == "FAIL"
     assert lines["scale"].detail.startswith("kept weights are not scaled by 1 / (1 - p)")
+
+
+SECTIONS: dict[str, Callable[[Session], Any]] = {**CHECKS, "rate between steps": dropout}
+
+
+def judged_by(config: AttentionConfig, line: str) -> bool:
+    """Whether a line of the check, or some of its calls, finds something wrong."""
+    session = session_of(subject_of(config))
+    if line in SECTIONS:
+        made = SECTIONS[line](session)
+        made = [made] if isinstance(made, Line) else list(made)
+        return any(found.status == "FAIL" for found in made if found.name == line)
+    cases = [case for case in groups(0)[line] if session.subject.supports(case)]
+    return any(not worst(session.subject, case).passes for case in reversed(cases))
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_a_fault_of_unusual_inputs_is_found_in_its_line_and_nothing_right_accused_there(name: str):
+    config, line = CORNERS[name]
+    assert judged_by(config, line)
+    assert not judged_by(RIGHT["in_steps"], line)
+
+
+@pytest.mark.parametrize("name", ["tiled in small tiles", "wide", "keys_backwards", "split_keys", "sdpa"])
+def test_shifted_scores_and_unusual_calls_accuse_no_correct_attention(name: str):
+    session = session_of(subject_of(RIGHT[name]), "fp32", "bf16")
+    assert {CHECKS[line](session).status for line in ("some gradients", "autocast")} == {"ok"}
+    for n, case in enumerate(case for case in groups(1)["shifts"] if session.subject.supports(case)):
+        assert worst(session.subject, replace(case, dtype=session.dtypes[n % 2])).passes, case
+
+
+def not_finite_where_half_full(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal=False):
+    """As cuDNN's backward with a mask tensor: dq is not finite where T mod 128 is 64 and scores are low."""
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal)
+    low = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT / q.shape[-1] ** 0.5).amax() < -87
+    if attn_mask is not None and q.shape[2] % 128 == 64 and low:
+        out = out + 0 * (q - q.detach()).sqrt()
+    return out
+
+
+def test_a_mask_tensor_beside_low_scores_is_tried_at_half_full_tiles():
+    subject = find(f"{__name__}:not_finite_where_half_full")
+    found = [v for case in groups(0)["shifts"] for v in verdicts_or_none(subject, case) if not v.passes]
+    assert found
+    assert {v.name for v in found} == {"dq"}
+
+
+def verdicts_or_none(subject: Subject, case: Case) -> list[Verdict]:
+    case = replace(case, H_kv=case.H)
+    return verdicts(subject, case, CPU) if subject.supports(case) else []
 
 
 def test_a_sentence_of_this_library_is_not_cut():

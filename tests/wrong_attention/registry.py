@@ -24,9 +24,29 @@ class Fault:
     grouped: bool = False
 
 
+# Faults of inputs that a run does not have: the check finds them, in the line that is named.
+CORNERS: dict[str, tuple[AttentionConfig, str]] = {}
 FAULTS: dict[str, Fault] = {}
 CLASSES: list[type[Attention]] = []
 WINDOW, CAP, ALIBI, SINKS = Score(window=9), Score(soft_cap=2.0), Score(alibi=True), Score(sinks=True)
+
+
+def named(steps: type[Steps]) -> str:
+    """The name of an attention with these steps, which is registered."""
+    name = "".join(f"_{c.lower()}" if c.isupper() else c for c in steps.__name__).removeprefix("_")
+    CLASSES.append(type(steps.__name__ + "Attention", (InSteps,), {"name": name, "steps": steps}))
+    return name
+
+
+def corner(line: str) -> Callable[[type[Steps]], type[Steps]]:
+    """Register an attention whose mistake a line of the check shows."""
+
+    def register(steps: type[Steps]) -> type[Steps]:
+        name = named(steps)
+        CORNERS[name] = AttentionConfig(name), line
+        return steps
+
+    return register
 
 
 def fault(
@@ -38,8 +58,7 @@ def fault(
     """Register an attention with these steps under the name of their class, in lower case with underscores."""
 
     def register(steps: type[Steps]) -> type[Steps]:
-        name = "".join(f"_{c.lower()}" if c.isupper() else c for c in steps.__name__).removeprefix("_")
-        CLASSES.append(type(steps.__name__ + "Attention", (InSteps,), {"name": name, "steps": steps}))
+        name = named(steps)
         FAULTS[name] = Fault(AttentionConfig(name, dropout=dropout), score, documents, grouped)
         return steps
 
