@@ -410,22 +410,73 @@ def give_dq(b_dq, slot, is_first, is_last, scalars, buffers, BLOCKS: gl.constexp
         slot.store(b_dq)
 
 
+@gluon.constexpr_function
+def products_of(BLOCKS):
+    """(matrix products that `product` starts, those that `add_to_dk` starts), as waits count them."""
+    return 2 if BLOCKS.rows_in_products else 1, BLOCKS.pieces * (2 if BLOCKS.sums == "ds" else 1)
+
+
+@gluon.jit
+def meet(
+    b_s, b_dk, b_dv, b_sum, v_s, part, is_cut, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr
+):
+    """A query tile of one part: (dv in flight, its operands; dk in flight, its operands; the sums)."""
+    PIECES: gl.constexpr = BLOCKS.pieces  # a product each, for dv
+    dp_flight = product(v_s, part.do, part, 1, 0.0, program, BLOCKS, MODE)
+    b_w = draw(queries.i_h, part.i_m, tile, program.inputs, BLOCKS, MODE)
+    b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, part, is_cut, queries, tile, pos, program, BLOCKS, MODE)
+    b_dp = warpgroup_mma_wait(PIECES, deps=(dp_flight,))
+    b_ds, dk_flight, b_sum = add_to_dk(
+        b_p, b_p_kept, b_dp, b_dk, b_sum, part, queries, tile, pos, program, BLOCKS, MODE
+    )  # fmt: skip
+    return dv_flight, b_p_kept, dk_flight, b_ds, b_sum
+
+
+@gluon.jit
+def meet_in_two(
+    b_s, b_dk, b_dv, b_sum, b_k, v_s, part, part_1, is_cut, queries, tile, pos, program,
+    BLOCKS: gl.constexpr, MODE: gl.constexpr,
+):  # fmt: skip
+    """`meet` for a query tile of two parts: the products of one run during the exponentials of the other.
+
+    There is neither dropout nor a value of pairs: see `backward_blocks`.
+    """
+    PIECES: gl.constexpr = BLOCKS.pieces
+    IN_PRODUCT: gl.constexpr = products_of(BLOCKS)[0]
+    IN_DK: gl.constexpr = products_of(BLOCKS)[1]
+    dp_flight = product(v_s, part.do, part, 1, 0.0, program, BLOCKS, MODE)
+    s_flight_1 = product(b_k, part_1.q, part_1, 0, 0.0, program, BLOCKS, MODE)
+    b_p, b_p_kept, dv_flight = add_to_dv(b_s, 0, b_dv, part, is_cut, queries, tile, pos, program, BLOCKS, MODE)
+    dp_flight_1 = product(v_s, part_1.do, part_1, 1, 0.0, program, BLOCKS, MODE)
+    # Scores of the second part, dv of the first, and dp of the second may still be in flight.
+    b_dp = warpgroup_mma_wait(IN_PRODUCT + PIECES + IN_PRODUCT, deps=(dp_flight,))
+    b_ds, dk_flight, b_sum = add_to_dk(
+        b_p, b_p_kept, b_dp, b_dk, b_sum, part, queries, tile, pos, program, BLOCKS, MODE
+    )  # fmt: skip
+    # dp of the second part and dk of the first may.
+    b_s, b_dv = done((s_flight_1, dv_flight), b_p_kept, IN_PRODUCT + IN_DK)
+    b_p, b_p_kept, dv_flight = add_to_dv(b_s, 0, b_dv, part_1, is_cut, queries, tile, pos, program, BLOCKS, MODE)
+    finished = done((dp_flight_1,) + dk_flight, b_ds, PIECES)  # noqa: RUF005 - Triton unpacks no tuple here
+    b_dp, b_dk = finished[0], finished[1]
+    if BLOCKS.sums == "ds":
+        b_sum = finished[2]
+    b_ds, dk_flight, b_sum = add_to_dk(
+        b_p, b_p_kept, b_dp, b_dk, b_sum, part_1, queries, tile, pos, program, BLOCKS, MODE
+    )
+    return dv_flight, b_p_kept, dk_flight, b_ds, b_sum
+
+
 @gluon.jit
 def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """A tile of keys and values adds up its gradients from a query tile, whose gradient goes through a slot.
-
-    Of a query tile of two parts, the products of one run during the exponentials of the other.
-    """
+    """A tile of keys and values adds up its gradients from a query tile, whose gradient goes through a slot."""
     BM: gl.constexpr = BLOCKS.q
     BD: gl.constexpr = BLOCKS.columns
     M: gl.constexpr = BLOCKS.part
-    TWO: gl.constexpr = BM > M
-    PIECES: gl.constexpr = BLOCKS.pieces  # a product each, for dv and dk
-    N: gl.constexpr = 2 if BLOCKS.rows_in_products else 1  # matrix products that `product` starts, as waits count them
-    K: gl.constexpr = PIECES * (2 if BLOCKS.sums == "ds" else 1)  # and `add_to_dk`
+    IN_PRODUCT: gl.constexpr = products_of(BLOCKS)[0]
+    IN_DK: gl.constexpr = products_of(BLOCKS)[1]
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
     buffers, barriers = program.buffers, program.barriers
-    i_h, i_tile_m, _, _, _, _, next_h, next_tile, i_step, has_next = queries
+    i_tile_m, i_step = queries.i_tile, queries.i_step
     i_s = i_step % BLOCKS.stages
     zero = unknown_zero(i_step)
     k_s, v_s = buffers.k.index(i_k + zero), buffers.v.index(i_k + zero)
@@ -437,30 +488,17 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
     part = part_of(i_tile_m * BM, i_s, 0, buffers, BLOCKS)
 
     # (BN, M): the scores transposed, so that p^T and ds^T go from registers straight into the next product.
-    dp_flight = product(v_s, part.do, part, 1, 0.0, program, BLOCKS, MODE)
-    if TWO:  # without dropout and values of pairs: see `backward_blocks`
+    if BM > M:
         part_1 = part_of(i_tile_m * BM, i_s, 1, buffers, BLOCKS)
-        s_flight_1 = product(b_k, part_1.q, part_1, 0, 0.0, program, BLOCKS, MODE)
-    b_w = draw(i_h, part.i_m, tile, program.inputs, BLOCKS, MODE)
-    b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, part, is_cut, queries, tile, pos, program, BLOCKS, MODE)
-    if TWO:
-        dp_flight_1 = product(v_s, part_1.do, part_1, 1, 0.0, program, BLOCKS, MODE)
-    b_dp = warpgroup_mma_wait(2 * N + PIECES if TWO else PIECES, deps=(dp_flight,))
-    b_ds, dk_flight, b_sum = add_to_dk(
-        b_p, b_p_kept, b_dp, b_dk, b_sum, part, queries, tile, pos, program, BLOCKS, MODE
-    )  # fmt: skip
-    if TWO:
-        b_s, b_dv = done((s_flight_1, dv_flight), b_p_kept, N + K)
-        b_p, b_p_kept, dv_flight = add_to_dv(b_s, 0, b_dv, part_1, is_cut, queries, tile, pos, program, BLOCKS, MODE)
-        finished = done((dp_flight_1,) + dk_flight, b_ds, PIECES)  # noqa: RUF005 - Triton unpacks no tuple here
-        b_dp, b_dk = finished[0], finished[1]
-        if BLOCKS.sums == "ds":
-            b_sum = finished[2]
-        b_ds, dk_flight, b_sum = add_to_dk(
-            b_p, b_p_kept, b_dp, b_dk, b_sum, part_1, queries, tile, pos, program, BLOCKS, MODE
+        dv_flight, b_p_kept, dk_flight, b_ds, b_sum = meet_in_two(
+            b_s, b_dk, b_dv, b_sum, b_k, v_s, part, part_1, is_cut, queries, tile, pos, program, BLOCKS, MODE
         )
-    b_dv = done((dv_flight,), b_p_kept, K)[0]
-    numbers = load_added(next_h, next_tile * BM, tile, program, BLOCKS, MODE)
+    else:
+        dv_flight, b_p_kept, dk_flight, b_ds, b_sum = meet(
+            b_s, b_dk, b_dv, b_sum, v_s, part, is_cut, queries, tile, pos, program, BLOCKS, MODE
+        )
+    b_dv = done((dv_flight,), b_p_kept, IN_DK)[0]
+    numbers = load_added(queries.next_h, queries.next_tile * BM, tile, program, BLOCKS, MODE)
     fence_async_shared()
     barrier()
     zeros_dq = gl.zeros([BM, BD], gl.float32, DQ_LAYOUT)
@@ -471,8 +509,8 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
     if BLOCKS.sums == "ds":
         b_sum = finished[1]
     mbarrier.arrive(barriers.empty.index(i_s))
-    s_flight = first_scores(b_k, i_step + 1, has_next, numbers, program, BLOCKS, MODE)
-    b_dq = warpgroup_mma_wait(N, deps=(dq_flight,))
+    s_flight = first_scores(b_k, i_step + 1, queries.has_next, numbers, program, BLOCKS, MODE)
+    b_dq = warpgroup_mma_wait(IN_PRODUCT, deps=(dq_flight,))
 
     slot = stage_of(i_step, SLOTS)
     wait_full(barriers.dq_ready, slot)
