@@ -185,7 +185,7 @@ def results(
             file=sys.stderr,
         )
     if data is not None:
-        text, name = tokenised(CORPORA[data.name](data).whole(), model, data.max_tokens), data.path or data.name
+        text, name = tokenised(CORPORA[data.name](data).rows(), model, data.max_tokens), data.path or data.name
     elif names:
         return
     elif trained is None:
@@ -243,7 +243,7 @@ def measure_probes(config: EvaluateConfig, run: Path, data: DataConfig | None) -
 
     def text() -> np.ndarray:
         if data is not None and isinstance(loaded, Trained):
-            return tokenised(CORPORA[data.name](data).whole(), LanguageModel(loaded), data.max_tokens).tokens
+            return tokenised(CORPORA[data.name](data).rows(), LanguageModel(loaded), data.max_tokens).tokens
         return text_of_run(run, loaded)
 
     every: list[Measured] = []

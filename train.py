@@ -35,7 +35,7 @@ from data.errors import brief
 from data.options import Documents
 from data.prepare import prepare as prepare_data
 from data.tasks import TASKS, TaskData
-from data.tasks.batches import TaskBatches
+from data.tasks.task import TaskBatches
 from data.tokenizers import load_tokenizer
 from data.untrusted import UntrustedError
 from model.counting import num_parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import IO, Any
 
 
 def sync(path: Path) -> None:
@@ -15,14 +16,19 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def to_disk(file: IO[Any]) -> None:
+    """Return when the content of an open file has reached the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def write_atomically(path: Path, content: str) -> None:
     """Replace `path` with `content` in one step. Raises OSError with the old content untouched."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            to_disk(file)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

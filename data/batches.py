@@ -76,6 +76,13 @@ class Stored(NamedTuple):
         others = (None if x is None else move(torch.from_numpy(x)) for x in (self.document_starts, self.learned))
         return Batch(inputs, targets, *others)
 
+    def pieces(self) -> list[int]:
+        """The lengths of the pieces into which documents cut the rows; without documents, that of each row."""
+        starts = self.document_starts
+        if starts is None:
+            return [self.window.shape[1] - (self.targets is None)] * len(self.window)
+        return [int(n) for row in starts for n in np.unique(row, return_counts=True)[1]]
+
 
 @dataclass(frozen=True)
 class GlobalBatch:
@@ -115,9 +122,6 @@ class Source(Protocol):
     def stored(self, step: int, micro_step: int = 0) -> Stored:
         """A micro-batch."""
 
-    def pieces(self) -> list[int]:
-        """The lengths of the pieces into which documents cut the rows of the first micro-batch."""
-
 
 class Batches:
     """The training batches of one rank, from a text.
@@ -155,29 +159,18 @@ class Batches:
         starts = np.empty(cut.batch_size, np.int64)
         for epoch in np.unique(epochs):
             offset, order = self._epoch(int(epoch))
-            here = epochs == epoch
-            starts[here] = offset + self.seq_len * order[places[here]]
+            of_epoch = epochs == epoch
+            starts[of_epoch] = offset + self.seq_len * order[places[of_epoch]]
         return starts
-
-    def window(self, step: int, micro_step: int = 0) -> np.ndarray:
-        """The micro-batch as stored: (B, T + 1), in the type of the tokens."""
-        return self.windows[self.starts(step, micro_step)]
-
-    def document_starts(self, step: int, micro_step: int = 0) -> np.ndarray | None:
-        """The position in its row at which each input's document begins, (B, T) int32."""
-        return document_starts(self.documents, self.starts(step, micro_step), self.seq_len)
 
     def stored(self, step: int, micro_step: int = 0) -> Stored:
         """The micro-batch as it is stored."""
-        return Stored(self.window(step, micro_step), document_starts=self.document_starts(step, micro_step))
+        starts = self.starts(step, micro_step)
+        return Stored(self.windows[starts], document_starts=document_starts(self.documents, starts, self.seq_len))
 
     def batch(self, step: int, micro_step: int = 0) -> Batch:
         """The micro-batch on the CPU."""
         return self.stored(step, micro_step).batch()
-
-    def pieces(self) -> list[int]:
-        """The lengths of the pieces into which documents cut the rows of the first micro-batch."""
-        return piece_lengths(self.documents, self.starts(0), self.seq_len)
 
     def _draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
         draws = random_draws(self.seed, epoch, self.n_windows + 1)
@@ -207,14 +200,6 @@ def document_starts(documents: np.ndarray | None, starts: np.ndarray, seq_len: i
         row[begins] = begins
         np.maximum.accumulate(row, out=row)
     return rows
-
-
-def piece_lengths(documents: np.ndarray | None, starts: np.ndarray, seq_len: int) -> list[int]:
-    """The lengths of the pieces into which documents cut the windows at `starts`; without documents, seq_len each."""
-    rows = document_starts(documents, starts, seq_len)
-    if rows is None:
-        return [seq_len] * len(starts)
-    return [int(n) for row in rows for n in np.unique(row, return_counts=True)[1]]
 
 
 def eval_batches(

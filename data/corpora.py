@@ -1,24 +1,32 @@
 """The corpora by name: local files, conversations, and data sets of the hub.
 
+A corpus is one or two streams of rows, and each row belongs to a split. Rows are read one by one, so no corpus has to
+fit into memory:
+
+    {"split": "train" | "val", "text": str, "opens": bool}      opens: this row begins a document
+
 A corpus of one file gives its last part to validation. A corpus of many files holds out whole files. A stream
 of unknown length holds out documents spread evenly over it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from data.chat import chat_encoder, read_conversations, read_template
-from data.corpus import Corpus, Stream, Tokenised, train_part
-from data.errors import DataError, first_few, unreadable
+from data.errors import DataError, brief, first_few, unreadable
 from data.files import (
     TABLES,
     TEXT_SUFFIXES,
@@ -28,11 +36,57 @@ from data.files import (
     read_spans,
     reading,
     table_rows,
+    text_of,
 )
-from data.hub import HubCorpus, JoinedHubCorpus
 from data.options import DataConfig
 from data.own_tokenizer import OwnTokenizer
-from data.tokenizers import Tokenizer
+from data.tokenizers import Tokenizer, encoder
+
+
+class Stream(NamedTuple):
+    """Rows, and the share of `data.max_tokens` that they can fill at most."""
+
+    rows: Iterable[Row]
+    share: float
+
+
+class Tokenised(NamedTuple):
+    """A row's tokens and, for a conversation, 1 for each token of an answer and 0 for others; both 1-D unsigned."""
+
+    tokens: np.ndarray
+    answers: np.ndarray | None = None
+
+
+class Corpus(ABC):
+    """A source of documents."""
+
+    size: int | None = None  # bytes of text, if known in advance
+
+    @abstractmethod
+    def source(self) -> dict[str, Any]:
+        """JSON that identifies the text: equal JSON means equal text."""
+
+    @abstractmethod
+    def streams(self) -> list[Stream]:
+        """The rows, in an order that never changes."""
+
+    @abstractmethod
+    def rows(self) -> Iterator[Row]:
+        """All rows in their order, whatever their split."""
+
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Row], Tokenised]:
+        """row -> its tokens; threads can call it in parallel."""
+        encode = encoder(tokenizer)
+        return lambda row: Tokenised(encode(row["text"]))
+
+    def notices(self) -> list[str]:
+        """Sentences about anything unexpected in how this text is used."""
+        return []
+
+
+def train_part(size: int, val_fraction: float) -> int:
+    """The part of `size` characters, bytes or rows that is for training: the first ones."""
+    return int(size * (1 - val_fraction))
 
 
 class FileCorpus(Corpus):
@@ -41,10 +95,13 @@ class FileCorpus(Corpus):
     def __init__(self, config: DataConfig, root: Path, files: list[Path], others: list[Path] | None = None):
         """others  files of other types in the same folder, which are left out"""
         self.config, self.root, self.others = config, root, others or []
+        for file in files:
+            with reading(file), file.open("rb"):
+                pass
         stats = {self._name(file): (file, file.stat()) for file in files}
         self.files = {stats[name][0]: stats[name][1].st_size for name in sorted(stats) if stats[name][1].st_size}
         self.empty = [file for file, stat in stats.values() if not stat.st_size]
-        self.size = self.total = sum(self.files.values())
+        self.size = sum(self.files.values())
         if not self.files:
             raise DataError(f"{first_few(files)}: nothing but empty files; name others with data.path=...")
         listing = [(name, stats[name][1].st_size, stats[name][1].st_mtime_ns) for name in sorted(stats)]
@@ -62,13 +119,8 @@ class FileCorpus(Corpus):
             for split, share in shares.items()
         ]
 
-    def whole(self) -> Iterator[Row]:
-        spans = [Span(str(file), "whole", 0, sys.maxsize) for file in self.files]
-        return read_spans(spans, self.config.text_field)
-
-    def one_document(self) -> bool:
-        training = set(self.files) - (self.held_out() if len(self.files) > 1 else set())
-        return len(training) == 1 and all(file.suffix not in TABLES for file in training)
+    def rows(self) -> Iterator[Row]:
+        return read_spans([Span(str(file), "train", 0, sys.maxsize) for file in self.files], self.config.text_field)
 
     def notices(self) -> list[str]:
         sentences = []
@@ -83,7 +135,7 @@ class FileCorpus(Corpus):
         fraction = self.config.val_fraction
         if len(self.files) > 1 and self.config.max_tokens is None:  # both splits are cut to their shares
             val_files = self.held_out()
-            share = sum(self.files[file] for file in val_files) / self.total
+            share = sum(self.files[file] for file in val_files) / self.size
             if not fraction / 2 <= share <= 1.25 * fraction:
                 sentences.append(
                     f"held out for validation: {len(val_files)} of {len(self.files)} files, {share:.0%} of the text "
@@ -94,7 +146,7 @@ class FileCorpus(Corpus):
 
     def held_out(self) -> set[Path]:
         """The files of the validation split: in the order of their names' hashes until `val_fraction` is filled."""
-        room = self.config.val_fraction * self.total
+        room = self.config.val_fraction * self.size
         order = sorted(self.files, key=lambda file: sha256(self._name(file).encode()).digest())
         for largest in (room / 8, room):  # many files rather than few, so that no single file decides the loss
             val_files: set[Path] = set()
@@ -105,7 +157,7 @@ class FileCorpus(Corpus):
                     filled += self.files[file]
             if filled >= room / 2:
                 return val_files
-        near = [file for file in order if room / 2 < self.files[file] <= self.total / 2]
+        near = [file for file in order if room / 2 < self.files[file] <= self.size / 2]
         if near or not val_files:
             val_files = {min(near or order, key=self.files.__getitem__)}
         return val_files
@@ -119,7 +171,7 @@ class FileCorpus(Corpus):
         if file.suffix in TABLES:
             cut = train_part(sum(1 for _ in table_rows(file)), self.config.val_fraction)
         else:
-            cut = character_boundary(file, train_part(self.total, self.config.val_fraction))
+            cut = character_boundary(file, train_part(self.size, self.config.val_fraction))
         return [Span(str(file), "train", 0, cut), Span(str(file), "val", cut, sys.maxsize)]
 
     def _name(self, file: Path) -> str:
@@ -191,9 +243,6 @@ def text(config: DataConfig) -> Corpus:
             f"data.path={config.path} holds no file that ends in one of {accepted}"
             f"{f' but {first_few(others)}' if others else ''}; set another folder, or rename or convert the files."
         )
-    for file in files:
-        with reading(file), file.open("rb"):
-            pass
     return FileCorpus(config, path.parent if path.is_file() else path, files, others)
 
 
@@ -204,21 +253,92 @@ def chat(config: DataConfig) -> Corpus:
     path = _existing(config.path, "a .jsonl file of conversations")
     if not path.is_file() or path.suffix != ".jsonl":
         raise DataError(f"data.path={config.path} is no .jsonl file; name one with a conversation in each line.")
-    with reading(path), path.open("rb"):
-        pass
     return ChatCorpus(config, path)
 
 
-def _existing(given: str, wanted: str) -> Path:
+def _existing(name: str, kind: str) -> Path:
     """The file or folder at data.path. Raises DataError where there is nothing."""
-    path = Path(os.path.expanduser(given))
+    path = Path(os.path.expanduser(name))
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"data.path={given} does not exist; set it to {wanted}.") from None
+        raise DataError(f"data.path={name} does not exist; set it to {kind}.") from None
     except OSError as error:
         raise unreadable(path, error) from error
     return path.resolve()
+
+
+class HubCorpus(Corpus):
+    """A data set of the Hugging Face hub, or a folder that one was downloaded to, streamed."""
+
+    def __init__(self, config: DataConfig):
+        if config.hub is None:
+            raise DataError(f"data={config.name} needs the name of a data set; set data.hub=<owner>/<name>.")
+        self.config = config
+
+    def source(self) -> dict[str, Any]:
+        c = self.config
+        names = {"hub": c.hub, "revision": c.hub_revision, "subset": c.hub_subset, "split": c.hub_split}
+        return {"corpus": c.name, **names}
+
+    def streams(self) -> list[Stream]:
+        return [Stream(self.rows(), 1.0)]
+
+    def rows(self) -> Iterator[Row]:
+        fraction = self.config.val_fraction
+        for i, text in enumerate(self.texts()):
+            is_val = math.ceil((i + 1) * fraction) > math.ceil(i * fraction)  # the first, and evenly from there
+            yield {"split": "val" if is_val else "train", "text": text, "opens": True}
+
+    def texts(self) -> Iterator[str]:
+        """The text of every row that is not empty."""
+        c = self.config
+        try:
+            for row in _hub_rows(str(c.hub), c.hub_subset, c.hub_split, c.hub_revision):
+                if text := text_of(row, c.text_field, str(c.hub)):
+                    yield text
+        except DataError:
+            raise
+        except Exception as error:  # any kind: the hub's libraries raise dozens of different ones
+            raise DataError(
+                f"could not stream {c.hub} from the Hugging Face hub ({brief(error)}); check the network and the names "
+                "under data.hub, or train on local text with data=stdlib or data=text data.path=<file or folder>."
+            ) from error
+
+
+class JoinedHubCorpus(HubCorpus):
+    """A small data set of the hub whose rows are parts of one text. Validation takes the last part."""
+
+    def streams(self) -> list[Stream]:
+        [row], fraction = self.rows(), self.config.val_fraction
+        cut = train_part(len(row["text"]), fraction)
+        return [
+            Stream([row | {"text": row["text"][:cut]}], 1 - fraction),
+            Stream([row | {"text": row["text"][cut:], "split": "val"}], fraction),
+        ]
+
+    def rows(self) -> Iterator[Row]:
+        yield {"split": "train", "text": "".join(self.texts()), "opens": True}
+
+
+def _hub_rows(hub: str, subset: str | None, splits: str, revision: str | None) -> Iterator[Row]:
+    import datasets
+    from huggingface_hub import HfApi
+
+    def load(revision: str | None) -> list[datasets.IterableDataset]:
+        names = splits.split("+")
+        return [datasets.load_dataset(hub, subset, split=s, revision=revision, streaming=True) for s in names]
+
+    if not Path(hub).is_dir():  # without network, load_dataset retries for half a minute
+        HfApi().dataset_info(hub, revision=revision, timeout=20)
+    try:
+        parts = load(revision)
+    except RuntimeError as error:
+        if "scripts are no longer supported" not in str(error):
+            raise
+        parts = load("refs/convert/parquet")  # the hub converts data sets that consist of a loading script
+    for part in parts:
+        yield from part
 
 
 CHAT = "chat"

@@ -76,12 +76,7 @@ def pieces(path: Path, start: int, stop: int, block_size: int = BLOCK) -> Iterat
 
 def table_rows(path: Path) -> Iterator[Row]:
     """The rows of a .jsonl or .parquet file."""
-    return json_rows(path) if path.suffix == ".jsonl" else parquet_rows(path)
-
-
-def json_rows(path: Path) -> Iterator[Row]:
-    """The object in each line that is not empty."""
-    return (row for _, row in numbered_rows(path))
+    return parquet_rows(path) if path.suffix == ".parquet" else (row for _, row in numbered_rows(path))
 
 
 def numbered_rows(path: Path) -> Iterator[tuple[int, Row]]:

@@ -17,7 +17,6 @@ from data.untrusted import TOKENIZER, read_json
 END_OF_TEXT = "<|endoftext|>"
 # Its names in the tokenizers of well-known models. A tokenizer that has none of them gets the first.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
-CONTEXT = 8  # tokens of a prompt that are decoded with its continuation
 
 
 class OwnTokenizer:
@@ -42,10 +41,9 @@ class OwnTokenizer:
         self.name = name
         self.model.no_truncation()
         self.model.no_padding()
-        known = [end for end in ENDS_OF_TEXT if self.model.token_to_id(end) is not None]
-        if not known:
-            self.model.add_special_tokens([END_OF_TEXT])
-        self.end = known[0] if known else END_OF_TEXT
+        self.end = next((end for end in ENDS_OF_TEXT if self.model.token_to_id(end) is not None), END_OF_TEXT)
+        if self.model.token_to_id(self.end) is None:
+            self.model.add_special_tokens([self.end])
         self.model.encode_special_tokens = True
         vocabulary = self.model.get_vocab(with_added_tokens=True)
         self.eot_token, self.n_vocab = vocabulary[self.end], max(vocabulary.values()) + 1
@@ -65,34 +63,6 @@ class OwnTokenizer:
 
     def decode_bytes(self, tokens: Sequence[int]) -> bytes:
         return self.decode(tokens).encode()
-
-
-class Stream:
-    """The text of tokens that come one by one: a character of several tokens appears with the last one.
-
-    before  tokens of the text that these continue: many tokenizers drop the blank before the first word of a text
-    """
-
-    def __init__(self, tokenizer: OwnTokenizer, before: Sequence[int] = ()) -> None:
-        self.tokenizer, self.tokens = tokenizer, list(before)
-        # The library's DecodeStream raises an error at bytes that are not UTF-8, which a model may well generate.
-        self.given = len(self.tokens)  # number of tokens whose text `add` has returned
-        self.first = max(0, self.given - CONTEXT)  # the first token that is decoded again with the next ones
-
-    def add(self, token: int) -> str:
-        """The text that is certain with this token."""
-        self.tokens.append(token)
-        text = self.rest()
-        if text.endswith("\ufffd"):  # a character may be incomplete
-            return ""
-        if text:
-            self.first, self.given = self.given, len(self.tokens)
-        return text
-
-    def rest(self) -> str:
-        """The text that is still held back, complete or not."""
-        given, text = (self.tokenizer.decode(self.tokens[self.first : end]) for end in (self.given, None))
-        return text[len(given) :]
 
 
 def read(path: Path) -> OwnTokenizer:

@@ -67,17 +67,12 @@ class PackedRows:
             for conversation in self.rows[number]:
                 start, stop = self.starts[conversation], self.stops[conversation]
                 tokens, answers = self.split.tokens[start:stop], self.marks[start:stop]
-                here = slice(at, at + stop - start - 1)
-                inputs[i, here], begins[i, here] = tokens[:-1], at
-                targets[i, here] = np.where(answers[1:], tokens[1:].astype(np.int32), IGNORED)
-                at = here.stop
+                places = slice(at, at + stop - start - 1)
+                inputs[i, places], begins[i, places] = tokens[:-1], at
+                targets[i, places] = np.where(answers[1:], tokens[1:].astype(np.int32), IGNORED)
+                at = places.stop
             begins[i, at:] = at
         return Stored(inputs, targets, begins, np.array(learned, np.float32))
-
-    def pieces(self, number: int) -> list[int]:
-        """The lengths of the documents of a row, and of its unused end."""
-        lengths = [int(self.stops[c] - self.starts[c] - 1) for c in self.rows[number]]
-        return [*lengths, self.seq_len - sum(lengths)] if sum(lengths) < self.seq_len else lengths
 
 
 def best_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
@@ -121,10 +116,6 @@ class ChatBatches:
         first = cut.first_sequence(micro_step)
         learned = max(1, self.rows.answers[numbers].sum())
         return self.rows.stored(numbers[first : first + cut.batch_size], learned / (cut.ranks * cut.micro_steps))
-
-    def pieces(self) -> list[int]:
-        """The lengths of the pieces into which documents cut the rows of the first micro-batch."""
-        return [n for row in self.numbers(0)[: self.global_batch.batch_size] for n in self.rows.pieces(row)]
 
     def _draw_order(self, epoch: int) -> np.ndarray:
         return np.argsort(random_draws(self.seed, epoch, len(self.rows.rows)), kind="stable")

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
@@ -23,13 +23,12 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from data import own_tokenizer
-from data.corpora import CORPORA, ChatCorpus
-from data.corpus import Corpus, Tokenised
+from data.corpora import CORPORA, ChatCorpus, Corpus, Tokenised
 from data.errors import DataError
 from data.files import Row
 from data.mistakes import check_data
 from data.options import DataConfig
-from data.progress import PreparationProgress
+from data.progress import progress
 from data.store import (
     SPLITS,
     Position,
@@ -96,7 +95,7 @@ def prepare(config: DataConfig, announce_wait: bool = True) -> PreparedData:
 
 def _recipe(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
     """Everything that determines the content of the files."""
-    return {
+    recipe = {
         "format": FORMAT,
         "source": corpus.source(),
         "text_field": config.text_field,
@@ -104,12 +103,10 @@ def _recipe(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
         "bpe_vocab_size": config.bpe_vocab_size if config.tokenizer == "bpe" else None,
         "max_tokens": config.max_tokens,
         "val_fraction": config.val_fraction,
-        **(
-            {}
-            if config.tokenizer in NAMES
-            else {"fingerprint": digest(own_tokenizer.read(Path(config.tokenizer)).content)}
-        ),
     }
+    if config.tokenizer not in NAMES:
+        recipe["fingerprint"] = digest(own_tokenizer.read(Path(config.tokenizer)).content)
+    return recipe
 
 
 def _folder_name(config: DataConfig, recipe: dict[str, Any]) -> str:
@@ -143,7 +140,7 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus, recipe: dict[str, A
         else:
             tokenizer = load_tokenizer(partial)
             console.print(f"resuming the preparation of data={config.name} where it was interrupted.")
-        counts = _write_tokens(corpus, tokenizer, config, console, position, partial, recipe)
+        counts = _write_tokens(corpus, tokenizer, config, position, partial, recipe)
         content = {
             "recipe": recipe,
             "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.n_vocab, "end_of_text": tokenizer.eot_token},
@@ -163,25 +160,48 @@ def _write_tokens(
     corpus: Corpus,
     tokenizer: Tokenizer,
     config: DataConfig,
-    console: Console,
     position: Position,
     partial: Path,
     recipe: dict[str, Any],
 ) -> dict[str, dict[str, int]]:
-    """Tokenise the rows after `position`. Returns the counts of the splits. Raises DataError if one is empty."""
-    dtype, end_of_text, marks = token_dtype(tokenizer), tokenizer.eot_token, isinstance(corpus, ChatCorpus)
+    """Write every row after `position` to its split, until each stream's share of `max_tokens` is filled, and save the
+    position every few seconds. Returns the counts of the splits. Raises DataError if one is empty.
+    """
+    dtype, marks, limit = token_dtype(tokenizer), isinstance(corpus, ChatCorpus), config.max_tokens
     with ExitStack() as stack:
         writers = {
-            split: stack.enter_context(TokenWriter(partial, split, dtype, end_of_text, **counts, marks=marks))
+            split: stack.enter_context(TokenWriter(partial, split, dtype, tokenizer.eot_token, **counts, marks=marks))
             for split, counts in position.splits.items()
         }
+        # Progress counts the characters of the text, or the requested tokens if the characters are unknown or limited.
+        advance = stack.enter_context(progress(f"preparing data={config.name}", limit or corpus.size, position.done))
+        saved = time.monotonic()
 
         def save() -> None:
             position.splits = {split: writer.sync() for split, writer in writers.items()}
             save_position(partial, recipe, position)
 
-        _tokenise(corpus, tokenizer, config, console, position, writers, save)
-        counts = {split: writer.sync() for split, writer in writers.items()}
+        for number, stream in list(enumerate(corpus.streams()))[position.stream :]:
+            if number > position.stream:
+                position.stream, position.rows, position.room = number, 0, None
+            if position.room is None and limit is not None:
+                position.room = int(limit * stream.share)
+            if position.room == 0:
+                continue
+            for row, (tokens, answers) in _in_threads(corpus, tokenizer, islice(stream.rows, position.rows, None)):
+                written = writers[row["split"]].write(tokens, row["opens"], position.room, answers)
+                done = len(row["text"]) if limit is None else written
+                position.rows, position.done = position.rows + 1, position.done + done
+                advance(done, f"{sum(writer.tokens for writer in writers.values()) / 1e6:.1f}M tokens")
+                if position.room is not None:
+                    position.room -= written
+                if time.monotonic() - saved >= SECONDS_BETWEEN_SAVES:
+                    save()
+                    saved = time.monotonic()
+                if position.room == 0:
+                    break
+        save()
+    counts = position.splits
     if not any(count["tokens"] for count in counts.values()):
         shutil.rmtree(partial)
         where = config.path or config.hub or config.name
@@ -227,43 +247,6 @@ def _training_text(corpus: Corpus) -> Iterator[str]:
             length += len(row["text"])
         if length >= BPE_TEXT:
             return
-
-
-def _tokenise(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    config: DataConfig,
-    console: Console,
-    position: Position,
-    writers: dict[str, TokenWriter],
-    save: Callable[[], None],
-) -> None:
-    """Write every row after `position` to its split, until each stream's share of `max_tokens` is filled.
-
-    Updates `position`, and calls `save` every few seconds.
-    """
-    limit, saved = config.max_tokens, time.monotonic()
-    # Progress counts the characters of the text, or the requested tokens if the characters are unknown or limited.
-    with PreparationProgress(config.name, limit or corpus.size, console, position.done) as progress:
-        for number, stream in list(enumerate(corpus.streams()))[position.stream :]:
-            if number > position.stream:
-                position.stream, position.rows, position.room = number, 0, None
-            if position.room is None and limit is not None:
-                position.room = int(limit * stream.share)
-            if position.room == 0:
-                continue
-            for row, (tokens, answers) in _in_threads(corpus, tokenizer, islice(stream.rows, position.rows, None)):
-                written = writers[row["split"]].write(tokens, row["opens"], position.room, answers)
-                position.rows += 1
-                position.done += len(row["text"]) if limit is None else written
-                progress.update(position.done, sum(writer.tokens for writer in writers.values()))
-                if position.room is not None:
-                    position.room -= written
-                if time.monotonic() - saved >= SECONDS_BETWEEN_SAVES:
-                    save()
-                    saved = time.monotonic()
-                if position.room == 0:
-                    break
 
 
 def _in_threads(corpus: Corpus, tokenizer: Tokenizer, rows: Iterable[Row]) -> Iterator[tuple[Row, Tokenised]]:

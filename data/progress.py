@@ -1,55 +1,43 @@
-"""The progress of preparing tokens: a bar in a terminal, a line every few seconds in a log."""
+"""How far a long job is: a bar in a terminal, a line every few seconds in a log."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES = 10.0  # where there is no terminal
 
 
-class PreparationProgress:
-    """Tokens so far, and their share of the whole if its size is known."""
+@contextmanager
+def progress(label: str, total: int | None, done: int = 0) -> Iterator[Callable[..., None]]:
+    """Yields a function that takes the number of items done since its last call, and optionally what to say of all.
 
-    def __init__(
-        self,
-        name: str,
-        total: int | None,
-        console: Console,
-        done: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        name   of the corpus
-        total  the final value of `done`; None if unknown
-        done   where an interrupted preparation continues
-        """
-        self.name, self.total, self.console, self.clock = name, total, console, clock
-        self.printed = clock()
-        columns = (SpinnerColumn(), TextColumn(f"data={name}"), BarColumn(), TextColumn("{task.description}"))
-        self.bar = Progress(
-            *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
-        )
-        self.task = self.bar.add_task("", total=total, completed=done)
+    total  items, None if unknown
+    done   items that an interrupted job had done
+    """
+    console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(label, total=total, said="")
+        before, started = done, time.monotonic()
+        printed = started
 
-    def __enter__(self) -> PreparationProgress:
-        self.bar.start()
-        return self
+        def advance(count: int, said: str = "") -> None:
+            nonlocal done, printed
+            done += count
+            said, now = said or f"{done:,} of {total:,}", time.monotonic()
+            bar.update(task, completed=done, said=said)
+            if not console.is_terminal and count and now - printed >= SECONDS_BETWEEN_LINES:
+                printed = now
+                if total is not None:
+                    seconds = (now - started) * max(total - done, 0) / (done - before)
+                    said += f", {timedelta(seconds=round(seconds))} left"
+                console.print(f"{label}: {said}")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
-
-    def update(self, done: int, tokens: int) -> None:
-        """`done` of `total` is finished, and `tokens` are written."""
-        text = f"{tokens / 1e6:.1f}M tokens"
-        self.bar.update(self.task, completed=done, description=text)
-        if not self.console.is_terminal and self.clock() - self.printed >= SECONDS_BETWEEN_LINES:
-            self.printed = self.clock()
-            share = f", {min(done / self.total, 1):.0%} done" if self.total else ""
-            self.console.print(f"preparing data={self.name}: {text}{share}")
+        yield advance

@@ -12,11 +12,10 @@ During preparation the folder has another name, and position.json instead of the
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from data.atomic import sync, write_atomically
+from data.atomic import sync, to_disk, write_atomically
 from data.errors import DataError
 from data.tokenizers import Tokenizer, load_tokenizer
 from data.untrusted import read_json
@@ -89,13 +88,10 @@ class TokenWriter:
         """
         self.dtype, self.end_of_text = dtype, np.array([end_of_text], dtype)
         self.tokens, self.documents = tokens, documents
-        self._tokens = (folder / f"{split}.bin").open("ab", buffering=1 << 20)
-        self._documents = (folder / f"{split}.documents").open("ab")
-        self._tokens.truncate(tokens * dtype.itemsize)
-        self._documents.truncate(documents * OFFSET.itemsize)
-        self._answers = (folder / f"{split}.answers").open("ab") if marks else None
-        if self._answers is not None:
-            self._answers.truncate(tokens)
+        self._files: dict[str, IO[bytes]] = {}
+        for suffix, size in sizes(dtype, marks, tokens, documents).items():
+            self._files[suffix] = (folder / f"{split}.{suffix}").open("ab", buffering=1 << 20)
+            self._files[suffix].truncate(size)
 
     def write(self, tokens: np.ndarray, opens: bool, room: int | None = None, answers: np.ndarray | None = None) -> int:
         """Append a piece that `opens` or continues a document: at most `room` tokens. Returns how many.
@@ -108,34 +104,29 @@ class TokenWriter:
         if room is not None:
             tokens = tokens[: room - (self.tokens - before)]
         if opens and len(tokens):
-            self._documents.write(np.array([self.tokens], OFFSET).tobytes())
+            self._files["documents"].write(np.array([self.tokens], OFFSET).tobytes())
             self.documents += 1
         self._append(tokens, answers)
         return self.tokens - before
 
     def sync(self) -> dict[str, int]:
         """Flush everything to the disk; returns the counts."""
-        to_disk(self._tokens)
-        to_disk(self._documents)
-        if self._answers is not None:
-            to_disk(self._answers)
+        for file in self._files.values():
+            to_disk(file)
         return {"tokens": self.tokens, "documents": self.documents}
 
     def __enter__(self) -> TokenWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with (
-            self._tokens,
-            self._documents,
-            self._answers or nullcontext(),
-        ):  # closes all files, even if the disk has no room for the last block of the first
-            pass
+        with ExitStack() as stack:  # closes all files, even if the disk has no room for the last block of the first
+            for file in self._files.values():
+                stack.enter_context(file)
 
     def _append(self, tokens: np.ndarray, answers: np.ndarray | None = None) -> None:
-        self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
-        if self._answers is not None:
-            self._answers.write(bytes(len(tokens)) if answers is None else answers.tobytes())
+        self._files["bin"].write(tokens.astype(self.dtype, copy=False).tobytes())
+        if "answers" in self._files:
+            self._files["answers"].write(bytes(len(tokens)) if answers is None else answers.tobytes())
         self.tokens += len(tokens)
 
 
@@ -164,6 +155,12 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype(np.min_scalar_type(tokenizer.n_vocab - 1)).newbyteorder("<")
 
 
+def sizes(dtype: np.dtype, marks: bool, tokens: int, documents: int) -> dict[str, int]:
+    """The bytes of a split's files, by their suffix."""
+    of_text = {"bin": tokens * dtype.itemsize, "documents": documents * OFFSET.itemsize}
+    return of_text | ({"answers": tokens} if marks else {})
+
+
 def partial_folder(folder: Path) -> Path:
     """The temporary folder in which `folder` is prepared."""
     return folder.with_name(f".{folder.name}.partial")
@@ -181,14 +178,12 @@ def load_position(partial: Path, recipe: dict[str, Any]) -> Position | None:
         if content.pop("recipe") != recipe:
             return None
         position = Position(**content)
-        sizes = {"bin": token_dtype(load_tokenizer(partial)).itemsize, "documents": OFFSET.itemsize}
+        dtype = token_dtype(load_tokenizer(partial))
         for split, counts in position.splits.items():
-            for suffix, count in (("bin", counts["tokens"]), ("documents", counts["documents"])):
-                if count and (partial / f"{split}.{suffix}").stat().st_size < count * sizes[suffix]:
+            marks = (partial / f"{split}.answers").exists()
+            for suffix, size in sizes(dtype, marks, **counts).items():
+                if size and (partial / f"{split}.{suffix}").stat().st_size < size:
                     return None
-            marks = partial / f"{split}.answers"
-            if marks.exists() and marks.stat().st_size < counts["tokens"]:
-                return None
     except (OSError, ValueError, KeyError, TypeError, DataError):
         return None
     return position
@@ -257,9 +252,3 @@ def checksums(path: Path) -> list[int]:
 def digest(content: Any) -> str:
     """SHA-256 of JSON content."""
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def to_disk(file: IO[Any]) -> None:
-    """Return when the file's content has reached the disk."""
-    file.flush()
-    os.fsync(file.fileno())

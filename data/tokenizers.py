@@ -11,7 +11,6 @@ Any other name is the path of a file: see own_tokenizer.py.
 from __future__ import annotations
 
 import base64
-import codecs
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ import tiktoken
 
 from data.atomic import write_atomically
 from data.errors import DataError, brief
-from data.own_tokenizer import END_OF_TEXT, OwnTokenizer, Stream
+from data.own_tokenizer import END_OF_TEXT, OwnTokenizer
 from data.untrusted import TOKENIZER, UntrustedError, read_json
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ Tokenizer = tiktoken.Encoding | OwnTokenizer
 NAMES = ("bytes", "gpt2", "bpe")
 SIZES = {"bytes": 257, "gpt2": 50_257}  # end-of-text included, of those whose tokens are given
 FILE = "tokenizer.json"
+CONTEXT = 8  # tokens of a prompt that are decoded with its continuation
 
 # How GPT-2 cuts text before it merges bytes (Radford et al. 2019), in tiktoken's form that never backtracks far.
 BYTES_PATTERN = r"[\s\S]"
@@ -102,24 +102,32 @@ def encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
     return encode
 
 
-class Utf8Stream:
-    """The text of tokens that come one by one: a character that spans several appears with its last byte."""
+class TextStream:
+    """The text of tokens that come one by one: a character of several tokens appears with the last one.
 
-    def __init__(self, tokenizer: tiktoken.Encoding) -> None:
-        self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")(errors="replace")
+    before  tokens of the text that these continue: many tokenizers drop the blank before the first word of a text
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        self.tokenizer, self.tokens = tokenizer, list(before)
+        # The DecodeStream of `tokenizers` raises an error at bytes that are not UTF-8, which a model may well generate.
+        self.returned = len(self.tokens)  # number of tokens whose text `add` has returned
+        self.first = max(0, self.returned - CONTEXT)  # the first token that is decoded again with the next ones
 
     def add(self, token: int) -> str:
-        """The text that is complete with this token."""
-        return self.decoder.decode(self.tokenizer.decode_single_token_bytes(token))
+        """The text that is certain with this token."""
+        self.tokens.append(token)
+        text = self.rest()
+        if text.endswith("\ufffd"):  # a character may be incomplete
+            return ""
+        if text:
+            self.first, self.returned = self.returned, len(self.tokens)
+        return text
 
     def rest(self) -> str:
         """The text that is still held back, complete or not."""
-        return self.decoder.decode(b"", final=True)
-
-
-def text_stream(tokenizer: Tokenizer, before: Sequence[int] = ()) -> Utf8Stream | Stream:
-    """Decodes tokens one by one, which continue the text of those `before`."""
-    return Stream(tokenizer, before) if isinstance(tokenizer, OwnTokenizer) else Utf8Stream(tokenizer)
+        before, text = (self.tokenizer.decode(self.tokens[self.first : end]) for end in (self.returned, None))
+        return text[len(before) :]
 
 
 def ends_of(tokenizer: Tokenizer) -> set[int]:

@@ -10,8 +10,9 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -37,22 +38,26 @@ def read_bytes(path: Path, limit: int, *, pipe: bool = False) -> bytes:
 
     pipe  whether it may be a pipe, such as <(command) in a shell, which waits for its writer
     """
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipe else os.O_NONBLOCK)), "rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
-        if not (stat.S_ISREG(mode) or (pipe and stat.S_ISFIFO(mode))):
-            raise UntrustedError("is not a regular file")
+    with _opened(path, pipe) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise UntrustedError(f"is larger than {limit / MIB:g} MiB")
     return content
 
 
+@contextmanager
+def _opened(path: Path, pipe: bool = False) -> Iterator[IO[bytes]]:
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipe else os.O_NONBLOCK)), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not (stat.S_ISREG(mode) or (pipe and stat.S_ISFIFO(mode))):
+            raise UntrustedError("is not a regular file")
+        yield file
+
+
 def read_end(path: Path, limit: int = CONSOLE_END) -> str:
     """The last `limit` bytes of a regular file as text, with a mark in place of what is not UTF-8. Raises OSError,
     UntrustedError."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise UntrustedError("is not a regular file")
+    with _opened(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
         return file.read(limit).decode("utf-8", errors="replace")
 

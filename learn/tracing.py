@@ -113,8 +113,8 @@ def record(function: Callable[..., None], slow: dict[str, Slow], arguments: dict
             return
         names_now, line = frame.f_locals, running - source.first
         # The line of a `for` runs once more when the loop has ended.
-        here = (line, following - source.first)
-        around = [name for name, start, end in source.loops if start <= min(here) and max(here) <= end]
+        lines = (line, following - source.first)
+        around = [name for name, start, end in source.loops if start <= min(lines) and max(lines) <= end]
         step = Step(
             line=line,
             fast={name: value.clone() for name, value in names_now.items() if isinstance(value, Tensor)},

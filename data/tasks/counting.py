@@ -23,10 +23,7 @@ class Counting(Task):
     source = "Bhattamishra et al. 2020, On the Ability and Limitations of Transformers to Recognize Formal Languages"
     LETTERS, LONGEST = 2, 8
     vocab_size = LETTERS + LONGEST
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.LONGEST
+    chance = 1 / LONGEST
 
     def sequence(self, draws: Draws, T: int) -> Sequence:
         # Drawn from the last run, which ends with the sequence, to the first, which is cut.

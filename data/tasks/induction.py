@@ -18,10 +18,7 @@ class Induction(Task):
     name = "induction"
     source = "Olsson et al. 2022, In-context Learning and Induction Heads"
     vocab_size = 64
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.vocab_size
+    chance = 1 / vocab_size
 
     def sequence(self, draws: Draws, T: int) -> Sequence:
         half = T // 2

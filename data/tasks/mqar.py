@@ -26,10 +26,7 @@ class AssociativeRecall(Task):
     source = "Arora et al. 2023, Zoology"
     KEYS = VALUES = 16
     vocab_size = 1 + KEYS + VALUES
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.VALUES
+    chance = 1 / VALUES
 
     def sequence(self, draws: Draws, T: int) -> Sequence:
         n = min(T // PAIR_SHARE, self.KEYS)

@@ -23,10 +23,7 @@ class Needle(Task):
     source = "Kamradt 2023, Needle in a Haystack"
     NEEDLES, HAY = 64, 64
     vocab_size = 1 + NEEDLES + HAY
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.NEEDLES
+    chance = 1 / NEEDLES
 
     def sequence(self, draws: Draws, T: int) -> Sequence:
         inputs, targets = 1 + self.NEEDLES + draws.below(self.HAY, T), np.full(T, IGNORED)

@@ -1,4 +1,4 @@
-"""The interface of a task: sequences that follow from a number, in which some tokens are to be predicted.
+"""The interface of a task: sequences that follow from a number, in which some tokens are to be predicted; its batches.
 
 Every draw comes from the raw output of Philox, which is the same on every platform and in every version of numpy. So a
 sequence is a pure function of (seed, split, number), like everything in a step.
@@ -12,8 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.batches import Batch, GlobalBatch, Stored
+from data.errors import DataError
+
 FORMAT = 3  # increase it when the same numbers give other sequences
 IGNORED = -100  # the target where nothing is to be predicted; the loss leaves it out
+# Sequences are drawn from (seed, split, length, number): so validation sequences are never trained on, and are the same
+# in every run.
+TRAINING, VALIDATION = 0, 1
+VALIDATION_SEED = 0
 
 
 class Sequence(NamedTuple):
@@ -51,18 +58,15 @@ class Task(ABC):
     name         as in data=<name>
     source       the paper that it comes from
     vocab_size   of its tokens
+    chance       the accuracy of guessing among all answers
     min_seq_len  the shortest sequence that it fits
     """
 
     name: str
     source: str
     vocab_size: int
+    chance: float
     min_seq_len: int = 32
-
-    @property
-    @abstractmethod
-    def chance(self) -> float:
-        """The accuracy of guessing among all answers."""
 
     @abstractmethod
     def sequence(self, draws: Draws, T: int) -> Sequence:
@@ -83,3 +87,44 @@ class TaskData:
     def identity(self) -> str:
         """Equal for equal sequences."""
         return f"{self.task.name}-{FORMAT}"
+
+
+def drawn(task: Task, T: int, seed: int, split: int, numbers: range) -> list[Sequence]:
+    """The sequences of these numbers."""
+    return [task.sequence(Draws(seed, split, T, number), T) for number in numbers]
+
+
+def stored(sequences: list[Sequence]) -> Stored:
+    """Sequences as a micro-batch."""
+    inputs, targets = (np.stack(parts).astype(np.int16) for parts in zip(*(s[:2] for s in sequences), strict=True))
+    return Stored(inputs, targets)
+
+
+class TaskBatches:
+    """The training batches of one rank. No sequence comes twice.
+
+    Raises DataError for sequences that are too short for the task.
+    """
+
+    def __init__(self, task: Task, seq_len: int, global_batch: GlobalBatch, seed: int) -> None:
+        check_length(task, seq_len)
+        self.task, self.seq_len, self.global_batch, self.seed = task, seq_len, global_batch, seed
+
+    def stored(self, step: int, micro_step: int = 0) -> Stored:
+        """The micro-batch as it is stored."""
+        first = step * self.global_batch.sequences + self.global_batch.first_sequence(micro_step)
+        numbers = range(first, first + self.global_batch.batch_size)
+        return stored(drawn(self.task, self.seq_len, self.seed, TRAINING, numbers))
+
+
+def validation_batches(task: Task, seq_len: int, batch_size: int, count: int) -> list[Batch]:
+    """`count` batches of validation, the same in every run."""
+    check_length(task, seq_len)
+    numbers = (range(n * batch_size, (n + 1) * batch_size) for n in range(count))
+    return [stored(drawn(task, seq_len, VALIDATION_SEED, VALIDATION, batch)).batch() for batch in numbers]
+
+
+def check_length(task: Task, seq_len: int) -> None:
+    """Raise DataError for sequences that are too short for the task."""
+    if seq_len < task.min_seq_len:
+        raise DataError(f"data={task.name} needs seq_len={task.min_seq_len} or more, and seq_len={seq_len} is less.")

@@ -21,7 +21,7 @@ from data.options import Documents
 from data.packing import ChatBatches, PackedRows, chat_windows
 from data.store import PreparedData
 from data.tasks import TaskData
-from data.tasks.batches import TaskBatches, validation_batches
+from data.tasks.task import TaskBatches, validation_batches
 from data.tokenizers import save_tokenizer
 from model.counting import flops_per_token
 from model.gpt import GPT, Computation
@@ -198,7 +198,7 @@ def one_document(config: Config) -> ConfigError:
 def build_run(config: Config, folder: Path, overrides: list[str], data: Data, trainer: Trainer, start: int) -> Run:
     """The run of a trainer, in its folder, that continues after `start` updates. Raises ConfigError, TrackingError."""
     batches, windows = build_batches(config, data, trainer)
-    meter = build_meter(trainer, batches.pieces())
+    meter = build_meter(trainer, batches.stored(0).pieces())
     shape, first = attention_shape(config, trainer.device), trainer.world.rank == 0
     record = NullRecord(trainer)
     if first:  # the record keeps the run folder

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from data.tasks import TASKS
-from data.tasks.batches import VALIDATION, VALIDATION_SEED, drawn
-from data.tasks.task import IGNORED, Task
+from data.tasks.task import IGNORED, VALIDATION, VALIDATION_SEED, Task, drawn
 from model.gpt import GPT
 from model.options import Positions
 from model.positions import position_tables

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import Batches, GlobalBatch, eval_batches, piece_lengths
+from data.batches import Batches, GlobalBatch, Stored, document_starts, eval_batches
 from data.errors import DataError
 from data.prefetcher import Prefetcher
 
@@ -54,43 +54,26 @@ def test_epochs_differ_in_order_and_in_phase():
 @pytest.mark.parametrize("cut", [(12, 2, 1), (12, 1, 2), (4, 2, 3), (4, 3, 2), (1, 8, 3), (1, 1, 24)])
 def test_the_cut_into_micro_batches_and_ranks_does_not_change_the_global_batch(cut):
     batch_size, ranks, micro_steps = cut
-    whole = make(batch_size=24)
+    together = make(batch_size=24)
     for step in (0, 1, 2, 5, 1000):  # 61 windows an epoch: steps 2 and 5 straddle two of them
         parts = [
-            make(batch_size=batch_size, rank=rank, ranks=ranks, micro_steps=micro_steps).window(step, micro_step)
+            make(batch_size=batch_size, rank=rank, ranks=ranks, micro_steps=micro_steps).stored(step, micro_step).window
             for micro_step in range(micro_steps)
             for rank in range(ranks)
         ]
-        assert np.array_equal(np.concatenate(parts), whole.window(step))
-
-
-def test_first_sequence_is_the_place_in_the_global_batch():
-    cut = GlobalBatch(4, rank=1, ranks=2, micro_steps=3)
-    assert cut.sequences == 24
-    assert [cut.first_sequence(m) for m in range(3)] == [4, 12, 20]
+        assert np.array_equal(np.concatenate(parts), together.stored(step).window)
 
 
 def test_a_step_needs_nothing_of_the_steps_before_it():
     used = make(batch_size=7)
-    sequential = [used.window(step) for step in range(60)]
+    sequential = [used.stored(step).window for step in range(60)]
     for step in (59, 13, 0, 31):
-        assert np.array_equal(make(batch_size=7).window(step), sequential[step])
-        assert np.array_equal(used.window(step), sequential[step])
-
-
-def test_a_batch_larger_than_several_epochs_takes_each_in_turn():
-    batches = make(TOKENS[:60], batch_size=8)
-    assert batches.n_windows == 2
-    assert np.abs(np.diff(batches.starts(0).reshape(4, 2))).tolist() == [[16]] * 4  # an epoch a row
-    one_by_one = make(TOKENS[:60], batch_size=1)
-    assert np.array_equal(batches.starts(3), np.concatenate([one_by_one.starts(24 + i) for i in range(8)]))
-
-
-def test_the_seed_decides_the_order():
-    assert not np.array_equal(make(seed=1).starts(0), make(seed=2).starts(0))
+        assert np.array_equal(make(batch_size=7).stored(step).window, sequential[step])
+        assert np.array_equal(used.stored(step).window, sequential[step])
 
 
 def test_the_order_is_the_same_on_every_platform():
+    assert not np.array_equal(make(seed=1).starts(0), make(seed=2).starts(0))
     assert make(seed=1337, batch_size=8).starts(0).tolist() == [315, 187, 123, 635, 843, 427, 43, 171]
     assert make(seed=1337, batch_size=8).starts(100).tolist() == [150, 102, 870, 326, 374, 342, 598, 454]
 
@@ -157,23 +140,12 @@ def test_a_span_beyond_the_validation_text_is_refused():
     assert len(eval_batches(TOKENS[:65], 16, 4, 2, span=64)) == 1
 
 
-def test_the_prefetcher_yields_every_batch_in_order_from_any_step():
-    batches = make(batch_size=2, micro_steps=3)
-    with Prefetcher(batches, "cpu", start_step=5) as prefetcher:
-        for step in (5, 6, 7):
-            for micro_step in range(3):
-                inputs, targets, *_ = next(prefetcher)
-                expected = batches.batch(step, micro_step)
-                assert torch.equal(inputs, expected[0])
-                assert torch.equal(targets, expected[1])
-
-
 def test_an_error_of_the_thread_reaches_the_consumer():
     class Broken(Batches):
-        def window(self, step, micro_step=0):
+        def stored(self, step, micro_step=0):
             if step == 2:
                 raise OSError("the file went away")
-            return super().window(step, micro_step)
+            return super().stored(step, micro_step)
 
     with Prefetcher(Broken(TOKENS, 16, GlobalBatch(4), 1), "cpu") as prefetcher:
         next(prefetcher), next(prefetcher)
@@ -186,9 +158,9 @@ def test_the_prefetcher_runs_ahead_by_its_depth_and_no_further():
     asked: list[int] = []
 
     class Watched(Batches):
-        def window(self, step, micro_step=0):
+        def stored(self, step, micro_step=0):
             asked.append(step)
-            return super().window(step, micro_step)
+            return super().stored(step, micro_step)
 
     with Prefetcher(Watched(TOKENS, 16, GlobalBatch(4), 1), "cpu", depth=3) as prefetcher:
         next(prefetcher)
@@ -241,5 +213,6 @@ def test_documents_are_the_same_in_evaluation_and_from_the_prefetcher():
 
 
 def test_pieces_are_what_documents_leave_of_a_row():
-    assert piece_lengths(DOCUMENTS, np.array([0, 36, 200]), 16) == [5, 2, 9, 4, 1, 11, 16]
-    assert piece_lengths(None, np.array([0, 36]), 16) == [16, 16]
+    starts = document_starts(DOCUMENTS, np.array([0, 36, 200]), 16)
+    assert Stored(np.zeros((3, 17)), document_starts=starts).pieces() == [5, 2, 9, 4, 1, 11, 16]
+    assert make(batch_size=2).stored(0).pieces() == [16, 16]

@@ -24,8 +24,8 @@ LINES = conversations(40)
 def prepared(folder: Path, lines: list[Any], template: str | None = "llama3", **options: Any) -> PreparedData:
     tokenizer(template).save_pretrained(folder / "model")
     path = write_lines(folder / "chats.jsonl", lines)
-    own: dict[str, Any] = {"tokenizer": str(folder / "model" / "tokenizer.json"), "cache": str(folder / "cache")}
-    return prepare(DataConfig(name="chat", path=str(path), documents=Documents.restart, **own, **options))
+    files: dict[str, Any] = {"tokenizer": str(folder / "model" / "tokenizer.json"), "cache": str(folder / "cache")}
+    return prepare(DataConfig(name="chat", path=str(path), documents=Documents.restart, **files, **options))
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +48,19 @@ def test_tokens_and_answers_are_those_of_transformers(template, tmp_path):
         found += [(split.tokens[a:b], split.answers[a:b]) for a, b in zip(split.documents, stops, strict=True)]
     assert len(data.val.documents) == 4
     for line, (tokens, answers) in zip(LINES, found, strict=True):
-        wanted = theirs.apply_chat_template(line["messages"], return_dict=True, return_assistant_tokens_mask=True)
-        assert tokens.tolist() == wanted["input_ids"]
-        assert answers.tolist() == wanted["assistant_masks"]
+        right = theirs.apply_chat_template(line["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        assert tokens.tolist() == right["input_ids"]
+        assert answers.tolist() == right["assistant_masks"]
 
 
 def test_an_epoch_has_every_conversation_once_and_learns_its_answers_alone(data):
     rows = packed(data)
     theirs: Any = tokenizer()
-    wanted = []
+    expected = []
     for line in LINES[:36]:
         of = theirs.apply_chat_template(line["messages"], return_dict=True, return_assistant_tokens_mask=True)
         pairs = zip(of["input_ids"][1:], of["assistant_masks"][1:], strict=True)
-        wanted.append((of["input_ids"][:-1], [token if answers else -100 for token, answers in pairs]))
+        expected.append((of["input_ids"][:-1], [token if answers else -100 for token, answers in pairs]))
     batches, found = ChatBatches(rows, GlobalBatch(1), seed=3), []
     for step in range(len(rows.rows)):
         (inputs, *_), (targets, *_), starts, learned = batches.stored(step).batch()
@@ -69,23 +69,23 @@ def test_an_epoch_has_every_conversation_once_and_learns_its_answers_alone(data)
         cuts = [*np.unique(starts[0]).tolist(), len(inputs)]
         pieces = [(inputs[a:b].tolist(), targets[a:b].tolist()) for a, b in itertools.pairwise(cuts)]
         found += [piece for piece in pieces if set(piece[1]) != {-100}]  # the end of a row has nothing to learn
-        assert [b - a for a, b in itertools.pairwise(cuts)] == rows.pieces(batches.numbers(step)[0])
-    assert sorted(found) == sorted(wanted)
+        assert [b - a for a, b in itertools.pairwise(cuts)] == batches.stored(step).pieces()
+    assert sorted(found) == sorted(expected)
 
 
 def test_a_batch_is_the_same_however_it_is_cut(data):
     rows = packed(data)
-    whole = ChatBatches(rows, GlobalBatch(4), seed=1)
+    together = ChatBatches(rows, GlobalBatch(4), seed=1)
     for step in (0, 5):  # the second is in a later epoch
         cuts = [(GlobalBatch(1, rank, 2, 2), micro) for micro in (0, 1) for rank in (0, 1)]
         parts = [ChatBatches(rows, cut, seed=1).stored(step, micro) for cut, micro in cuts]
-        for of_whole, *of_parts in zip(whole.stored(step)[:3], *(part[:3] for part in parts), strict=True):
-            assert np.array_equal(of_whole, np.concatenate(of_parts))
+        for of_together, *of_parts in zip(together.stored(step)[:3], *(part[:3] for part in parts), strict=True):
+            assert np.array_equal(of_together, np.concatenate(of_parts))
         assert {4 * np.asarray(part.learned).item() for part in parts} == {
-            np.asarray(whole.stored(step).learned).item()
+            np.asarray(together.stored(step).learned).item()
         }
     other = ChatBatches(rows, GlobalBatch(4), seed=2)
-    assert not np.array_equal(other.stored(0).window, whole.stored(0).window)
+    assert not np.array_equal(other.stored(0).window, together.stored(0).window)
     windows = chat_windows(rows, 2, 3)
     learned = torch.stack([window.learned for window in windows if window.learned is not None])
     assert learned.sum() == sum((window.targets >= 0).sum() for window in windows)

@@ -132,14 +132,6 @@ def test_kinds_of_files_mix_in_a_folder(tmp_path):
     assert sorted(found["train"] + found["val"]) == ["plain", "row 1", "row 2"]
 
 
-@pytest.mark.parametrize("names", [["a.txt"], ["a.txt", "b.txt"], ["a.txt", "b.txt", "c.txt"], ["a.jsonl"]])
-def test_a_training_text_of_one_document_is_known_before_it_is_read(tmp_path, names):
-    for name in names:
-        (tmp_path / name).write_text('{"text": "row 1"}\n' * 4)
-    corpus = CORPORA["text"](of_text(tmp_path))
-    assert corpus.one_document() == (len(documents(of_text(tmp_path))["train"]) == 1)
-
-
 def test_a_stream_holds_out_documents_spread_evenly(tmp_path):
     texts = [f"document {i}" for i in range(1000)]
     write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in texts])
@@ -154,7 +146,6 @@ def test_shakespeare_is_cut_as_nanogpt_cuts_it(tmp_path):
     for split, start, stop in (("train", 0, 1003854), ("validation", 1003854, 1059624), ("test", 1059624, None)):
         write_jsonl(tmp_path / f"{split}.jsonl", [{"text": text[start:stop]}])  # the splits of the data set on the hub
     config = DataConfig(name="shakespeare", hub=str(tmp_path), hub_split="train+validation+test")
-    assert CORPORA["shakespeare"](config).one_document()
     found = documents(config)
     assert found == {"train": [text[: int(len(text) * 0.9)]], "val": [text[int(len(text) * 0.9) :]]}
     assert [len(found["train"][0]), len(found["val"][0])] == [1003854, 111540]
@@ -301,11 +292,6 @@ def test_a_text_of_nothing_is_called_so(make, tmp_path):
     make(tmp_path / "text" / "a")
     with pytest.raises(DataError, match="holds no text: there are no rows, or their field 'text' is empty"):
         prepare(of_text(tmp_path / "text", cache=str(tmp_path / "cache")))
-
-
-def test_a_device_is_neither_a_file_nor_a_folder():
-    with pytest.raises(DataError, match=r"data\.path=/dev/null is neither a file nor a folder"):
-        CORPORA["text"](of_text(Path("/dev/null")))
 
 
 def test_a_bad_byte_is_named_by_its_place_in_the_file(tmp_path):

@@ -14,7 +14,7 @@ from data.mistakes import data_mistakes
 from data.options import DataConfig
 from data.own_tokenizer import OwnTokenizer
 from data.prepare import prepare
-from data.tokenizers import load_tokenizer, save_tokenizer, text_stream
+from data.tokenizers import TextStream, load_tokenizer, save_tokenizer
 from recipe.infer.generation.text import Text
 
 TEXT = "déjà vu 木 🦜, and the end of a text; the rest of the text is the end of it. " * 40
@@ -79,12 +79,12 @@ def test_another_tokenizer_in_the_same_file_prepares_again(config, file, tmp_pat
 def test_text_appears_as_tokens_come_and_characters_of_several_stay_whole(file):
     tokenizer = OwnTokenizer("own", file.read_text())
     tokens = tokenizer.encode_ordinary("vu 木 🦜")
-    stream = text_stream(tokenizer)
+    stream = TextStream(tokenizer)
     pieces = [stream.add(token) for token in tokens]
     assert "".join(pieces) + stream.rest() == "vu 木 🦜"
     assert "" in pieces  # while the bytes of a character were incomplete
     assert not any("�" in piece for piece in pieces)
-    cut = text_stream(tokenizer)
+    cut = TextStream(tokenizer)
     shown = "".join(map(cut.add, tokens[:-1]))
     assert (shown + cut.rest()).startswith("vu 木 ")
     assert "�" in cut.rest()
@@ -107,7 +107,7 @@ def test_text_goes_on_after_bytes_that_are_no_characters(file):
     """A model may generate any tokens, and the library's stream of text raises an error at such bytes."""
     tokenizer = OwnTokenizer("own", file.read_text())
     for tokens in np.random.default_rng(0).integers(tokenizer.n_vocab, size=(20, 60)).tolist():
-        stream = text_stream(tokenizer)
+        stream = TextStream(tokenizer)
         text = "".join(map(stream.add, [*tokens, *tokenizer.encode_ordinary("the 木 of a text")]))
         assert text.endswith(" the 木 of a text")
         assert stream.rest() == ""

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from data.batches import GlobalBatch
 from data.errors import DataError
-from data.prefetcher import Prefetcher
 from data.tasks import TASKS
-from data.tasks.batches import TRAINING, VALIDATION, TaskBatches, drawn, validation_batches
 from data.tasks.counting import Counting
 from data.tasks.mqar import AssociativeRecall
 from data.tasks.needle import Needle
-from data.tasks.task import IGNORED, Sequence
+from data.tasks.task import IGNORED, TRAINING, VALIDATION, Sequence, TaskBatches, drawn
 
 LENGTHS = (32, 64, 200)
 
@@ -113,36 +110,17 @@ EXPECTED = [9, 24, 13, 29, 9, 24, 0, 0]
 @pytest.mark.parametrize("cut", [{"batch_size": 2, "ranks": 3}, {"batch_size": 3, "micro_steps": 2}])
 def test_the_cut_into_ranks_and_micro_batches_does_not_change_a_step(cut: dict) -> None:
     task = AssociativeRecall()
-    whole = TaskBatches(task, 32, GlobalBatch(6), seed=1)
+    together = TaskBatches(task, 32, GlobalBatch(6), seed=1)
     parts = [
         TaskBatches(task, 32, GlobalBatch(rank=rank, **cut), seed=1).stored(4, micro_step)
         for micro_step in range(cut.get("micro_steps", 1))
         for rank in range(cut.get("ranks", 1))
     ]
-    assert np.array_equal(np.concatenate([part.window for part in parts]), whole.stored(4).window)
+    assert np.array_equal(np.concatenate([part.window for part in parts]), together.stored(4).window)
     targets = [part.targets for part in parts if part.targets is not None]
-    expected = whole.stored(4).targets
+    expected = together.stored(4).targets
     assert expected is not None
     assert np.array_equal(np.concatenate(targets), expected)
-
-
-def test_the_prefetcher_yields_inputs_and_targets_of_the_task() -> None:
-    batches = TaskBatches(AssociativeRecall(), 32, GlobalBatch(4), seed=1)
-    with Prefetcher(batches, "cpu", start_step=2) as prefetched:
-        batch = next(prefetched)
-    (first, *_) = drawn(AssociativeRecall(), 32, 1, TRAINING, range(8, 12))
-    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
-    assert batch.inputs[0].tolist() == first.inputs.tolist()
-    assert batch.targets[0].tolist() == first.targets.tolist()
-    assert batch.document_starts is None
-
-
-def test_validation_is_the_same_in_every_run_and_never_trained_on() -> None:
-    task = AssociativeRecall()
-    (first, _), (again, _) = (validation_batches(task, 32, 4, 2) for _ in range(2))
-    assert torch.equal(first.inputs, again.inputs)
-    trained = TaskBatches(task, 32, GlobalBatch(4), seed=0).stored(0).batch()
-    assert not torch.equal(first.inputs, trained.inputs)
 
 
 def test_a_sequence_that_is_too_short_is_refused() -> None:

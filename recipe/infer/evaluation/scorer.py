@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from data.progress import progress
 from model.loss import IGNORE_INDEX
 from recipe.infer.evaluation.models import LanguageModel
 from recipe.infer.generation.engine import Request
 from recipe.run.config import ConfigError
-from recipe.wording import duration
 
 T = TypeVar("T")
-
-SECONDS_BETWEEN_LINES = 10.0  # where there is no terminal
-
-
-@contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error or, where that is not a terminal, a line every few seconds. Yields a function that takes
-    the number of items done since its last call."""
-    console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        console.print(f"{label}: {total:,}")
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(label, total=total)
-        printed = started = time.monotonic()
-
-        def advance(count: int) -> None:
-            nonlocal printed
-            bar.advance(task, count)
-            done, now = int(bar.tasks[task].completed), time.monotonic()
-            if not console.is_terminal and done and now - printed >= SECONDS_BETWEEN_LINES:
-                printed = now
-                left = (now - started) / done * (total - done)
-                console.print(f"{label}: {done:,} of {total:,}, {duration(left)} left")
-
-        yield advance
 
 
 class Scorer:

@@ -12,9 +12,10 @@ import torch
 from data.batches import document_starts
 from data.files import Row
 from data.prepare import prepare
+from data.progress import progress
 from model.loss import IGNORE_INDEX
 from recipe.infer.evaluation.models import LanguageModel
-from recipe.infer.evaluation.scorer import batched, progress
+from recipe.infer.evaluation.scorer import batched
 from recipe.infer.trained import Trained
 from recipe.run.config import ConfigError
 from recipe.training.checkpoint import read_manifest

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from data.tokenizers import Tokenizer, ends_of, text_stream
+from data.tokenizers import TextStream, Tokenizer, ends_of
 from model.gpt import GPT
 from recipe.infer.generation.engine import Engine, Request
 from recipe.infer.generation.sampling import Sampling
@@ -23,7 +23,7 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, stop: str | None = None, prompt: Sequence[int] = ()) -> None:
         """prompt  tokens of the text that is continued"""
         self.ends, self.stop = ends_of(tokenizer), stop or ""
-        self.decoder = text_stream(tokenizer, prompt)
+        self.decoder = TextStream(tokenizer, prompt)
         self.held = ""  # text that `add` has not returned yet
         self.ended = False
 

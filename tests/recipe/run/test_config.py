@@ -202,7 +202,6 @@ MISTAKES = {
     "score=sinks attention.backend=math attention=sdpa": "does not support score.sinks=true",
     "attention=flash attention.precision=fp8": "attention.precision=fp8 is for evaluation and inference",
     "attention=flex device=cpu": "attention=flex has no backward pass on a CPU",
-    "data=shakespeare data.documents=mask": "documents=mask has no effect .* one document; use data.documents=ignore",
     "data.documents=join": "data.documents=join is not one of ignore, mask, restart",
     "resume=nowhere": "resume=nowhere is not a run folder",
     "attention=naive,tiled": "attention=naive,tiled is more than one value; add -m",

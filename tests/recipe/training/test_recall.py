@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attention import AttentionConfig, build_attention
 from data.tasks import TASKS
-from data.tasks.batches import VALIDATION, VALIDATION_SEED, drawn
 from data.tasks.needle import Needle
+from data.tasks.task import VALIDATION, VALIDATION_SEED, drawn
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from model.positions import PositionTables
