@@ -11,7 +11,7 @@ from recipe.run import process
 if __name__ == "__main__":
     process.begin()
 
-from learn.ladder import EXAMPLE, Measured, largest_change, measure, silent_error
+from learn.ladder import EXAMPLE, Measured, measure, silent_error
 from learn.page import render
 
 DEFAULT = Path("outputs/learn.html")
@@ -31,11 +31,6 @@ class ArgumentError(ValueError):
     """An invalid argument; the message names the valid ones."""
 
 
-def unwritable(out: Path, error: OSError) -> ArgumentError:
-    """The error for a page that cannot be written."""
-    return ArgumentError(f"{out} cannot be written ({error.strerror}); name another file with out=<file>.")
-
-
 def main(arguments: list[str]) -> None:
     """Print the ladder and write the page. Raises ArgumentError."""
     if {"-h", "--help"} & set(arguments):
@@ -48,19 +43,16 @@ def main(arguments: list[str]) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a", encoding="utf-8").close()
     except OSError as error:
-        raise unwritable(out, error) from error
+        raise ArgumentError(
+            f"{out} cannot be written ({error.strerror}); name another file with out=<file>."
+        ) from error
     ladder = measure()
     print(f"Attention over the scores and values {', '.join(f'{x:g}' for x in EXAMPLE.tolist())}, step by step\n")
     print(table(ladder))
-    print(f"\nOn random scores each step differs from the one before by at most {largest_change(ladder):.1e}.")
     line, wrong, right = silent_error()
     print(f"\nWithout this line the output is {wrong:.4f} instead of {right:.4f}, and nothing complains:\n    {line}\n")
     print("recording FlashAttention-1 and -2 ...", flush=True)
-    page = render(ladder)
-    try:
-        out.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise unwritable(out, error) from error
+    out.write_text(render(ladder), encoding="utf-8")
     print(f"page: {out}")
 
 

@@ -91,7 +91,6 @@ class Measured:
     passes    times that the scores, or the keys that give them, were read
     held      the most numbers in fast memory at once, on the example with values of one number and tiles of two
     error     largest difference from fp64 on random scores, relative to the largest value
-    change    largest difference from the step before, on the same random scores
     overflow  the smallest score at which the result is not finite, by precision; inf: none
     """
 
@@ -100,7 +99,6 @@ class Measured:
     passes: float
     held: int
     error: float
-    change: float
     overflow: dict[str, float]
 
 
@@ -179,12 +177,11 @@ def overflow(function: Callable[..., None], dtype: torch.dtype) -> float:
 
 
 def measure(ladder: Sequence[Rung] = LADDER) -> list[Measured]:
-    """Run the ladder. Raises AssertionError where a step differs from fp64 or the one before by more than rounding."""
+    """Run the ladder. Raises AssertionError where a step differs from fp64 by more than rounding."""
     generator = torch.Generator().manual_seed(0)
     x, v = 3 * torch.randn(64, generator=generator), torch.randn(64, 8, generator=generator)
     exact = softmax.reference_softmax(x) @ v.double()
     measured: list[Measured] = []
-    before = exact
     for rung in ladder:
         out = run(rung.function, x, v).double()
         entry = Measured(
@@ -193,19 +190,12 @@ def measure(ladder: Sequence[Rung] = LADDER) -> list[Measured]:
             passes=passes(rung.function),
             held=most_held(rung.function),
             error=((out - exact).abs().max() / exact.abs().max()).item(),
-            change=((out - before).abs().max() / exact.abs().max()).item(),
             overflow={name: overflow(rung.function, dtype) for name, dtype in PRECISIONS.items()},
         )
-        if max(entry.error, entry.change) > TOLERANCE:
-            raise AssertionError(f"{rung.title} is off by {max(entry.error, entry.change):.2g}, more than rounding.")
+        if entry.error > TOLERANCE:
+            raise AssertionError(f"{rung.title} is off by {entry.error:.2g}, more than rounding.")
         measured.append(entry)
-        before = out
     return measured
-
-
-def largest_change(ladder: Sequence[Measured]) -> float:
-    """The largest difference between a step and the one before, relative to the largest value."""
-    return max(entry.change for entry in ladder)
 
 
 def without(function: Callable[..., None], mark: str) -> Callable[..., None]:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from learn import traffic
 from learn.flash import block_sizes, lowest
-from learn.ladder import Measured, largest_change, silent_error
-from learn.problem import Problem, solve
+from learn.ladder import Measured, silent_error
+from learn.problem import Problem, prepared
 from learn.tracing import Recording, record
 from learn.why import reasons
 
@@ -39,7 +39,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "dropout": (0.0, 0.25),
 }
 FIRST = {"algorithm": "flash_2", "direction": "forward", "N": 5, "d": 3, "M": 59, "mask": "full", "dropout": 0.0}
-Texts = dict[str, list[list[str]]]  # of matrices, row by row
 BYTES = 4  # of a number: fp32
 
 
@@ -52,14 +51,8 @@ def problem_of(choice: dict[str, Any]) -> Problem:
 
 def record_choice(choice: dict[str, Any]) -> Recording:
     """Run the algorithm of a setting, and record it."""
-    recordings: list[Recording] = []
-    solve(
-        problem_of(choice),
-        choice["algorithm"],
-        backward=choice["direction"] == "backward",
-        run=lambda function, slow, arguments: recordings.append(record(function, slow, arguments)),
-    )
-    return recordings[0]
+    ready = prepared(problem_of(choice), choice["algorithm"], backward=choice["direction"] == "backward")
+    return record(ready.function, ready.slow, ready.arguments)
 
 
 def choices() -> Iterator[dict[str, Any]]:
@@ -87,36 +80,27 @@ def numbers(tensor: Tensor) -> list[list[str]]:
     return [[shown(value) for value in row] for row in tensor.reshape(len(tensor), -1).tolist()]
 
 
-def texts(now: dict[str, Tensor], before: dict[str, Tensor], shown_before: Texts) -> Texts:
-    """Tensors as the page shows them, by name. Formatting takes long, so unchanged tensors reuse the earlier text."""
-    return {
-        name: shown_before[name] if name in before and torch.equal(tensor, before[name]) else numbers(tensor)
-        for name, tensor in now.items()
-    }
-
-
 def packed(recording: Recording, choice: dict[str, Any]) -> dict[str, Any]:
     """The recording of a setting for the page: after each step only what changed."""
     problem = problem_of(choice)
     steps: list[dict[str, Any]] = []
-    fast_before: dict[str, Tensor] = {}
-    slow_before: dict[str, Tensor] = {}
-    fast: Texts = {}
-    slow: Texts = {}
+    before: dict[str, dict[str, Tensor]] = {"fast": {}, "slow": {}}
     for step in recording.steps:
-        fast_now, slow_now = texts(step.fast, fast_before, fast), texts(step.slow, slow_before, slow)
         entry: dict[str, Any] = {"line": step.line, "read": step.read, "written": step.written}
         entry |= {name: [rows.start, rows.stop] for name, rows in step.tile.items()}
         if step.idle:
             entry["idle"] = sorted(step.idle)
         if step.moves:
             entry["moves"] = [[move.name, move.rows.start, move.rows.stop, move.kind] for move in step.moves]
-        if changed := {name: rows for name, rows in fast_now.items() if fast.get(name) != rows}:
-            entry["fast"] = changed
-        if changed := {name: rows for name, rows in slow_now.items() if slow.get(name) != rows}:
-            entry["slow"] = changed
+        for kind, tensors in (("fast", step.fast), ("slow", step.slow)):
+            old = before[kind]
+            entry[kind] = {
+                name: numbers(tensor)
+                for name, tensor in tensors.items()
+                if name not in old or not torch.equal(tensor, old[name])
+            }
+            before[kind] = tensors
         steps.append(entry)
-        fast_before, slow_before, fast, slow = step.fast, step.slow, fast_now, slow_now
     B_r, B_c = block_sizes(problem.d, problem.M)
     return {
         "source": recording.source,
@@ -147,7 +131,6 @@ def render(ladder: list[Measured]) -> str:
     )
     curves = traffic.count()
     return environment.get_template("page.html.j2").render(
-        change=largest_change(ladder),
         ladder=[(entry, inspect.getsource(entry.rung.function)) for entry in ladder],
         silent={"line": line, "wrong": wrong, "right": right},
         choices=CHOICES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,13 +72,16 @@ class Problem:
 
 
 @dataclass
-class Solution:
-    """The contents of slow memory at the end, and the numbers moved.
+class Pass:
+    """One pass of an algorithm: a function, its arguments, and the slow memory that it works in.
 
-    before  those of the forward pass that a backward needs, which `traffic` does not count
+    traffic  numbers that it moves
+    before   those of the forward pass that a backward needs, which `traffic` does not count
     """
 
+    function: Function
     slow: SlowMemory
+    arguments: dict[str, Any]
     traffic: Traffic
     before: Traffic
 
@@ -85,51 +89,42 @@ class Solution:
         return self.slow[name].tensor
 
 
-Run = Callable[[Function, dict[str, Slow], dict[str, object]], None]
-
-
-def call(function: Function, slow: dict[str, Slow], arguments: dict[str, object]) -> None:
-    """function(**arguments), the default of `solve`."""
-    function(**arguments)
-
-
-def solve(
-    problem: Problem, algorithm: str, *, backward: bool = False, blocks: tuple[int, int] | None = None, run: Run = call
-) -> Solution:
-    """Run one pass of an algorithm and count its traffic. A backward needs a forward before it, which is not counted.
+def prepared(problem: Problem, algorithm: str, backward: bool, blocks: tuple[int, int] | None = None) -> Pass:
+    """A pass of an algorithm that has not run; a backward's forward has.
 
     blocks  B_r and B_c; by default those that `block_sizes` gives for M
-    run     calls the pass, as `call` does; a tracer records it here
     """
     q, k, v, do = problem.inputs()
     N, d = q.shape
-    see, keep = problem.visible(), problem.dropout_factors()
-    rest: dict[str, object] = {"see": lambda i, j: see[i, j], "keep": lambda i, j: keep[i, j]}
-    if algorithm != "standard":
-        rest["B_r"], rest["B_c"] = blocks or block_sizes(d, problem.M)
-    tensors = {"Q": q, "K": k, "V": v, "O": torch.zeros(N, d)}
-    for_backward: dict[str, Tensor] = {
-        "standard": {"S": torch.zeros(N, N), "P": torch.zeros(N, N)},
-        "flash_1": {"l": torch.zeros(N, 1), "m": torch.full((N, 1), lowest(q.dtype))},
-        "flash_2": {"lse": torch.zeros(N, 1)},
-    }[algorithm]
-    slow, traffic = _solve(FORWARD[algorithm], tensors | for_backward, rest, call if backward else run)
-    if not backward:
-        return Solution(slow, traffic, Traffic())
-    tensors = {name: matrix.tensor for name, matrix in slow.items()}
-    tensors |= {"dO": do} | {name: torch.zeros(N, d) for name in ("dQ", "dK", "dV")}
-    if algorithm == "standard":
-        tensors |= {"dS": torch.zeros(N, N)}
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("O", "S")}
-    if algorithm == "flash_2":
-        tensors |= {"D": torch.zeros(N, 1)}
-    return Solution(*_solve(BACKWARD[algorithm], tensors, rest, run), before=traffic)
-
-
-def _solve(
-    function: Function, tensors: dict[str, Tensor], rest: dict[str, object], run: Run
-) -> tuple[SlowMemory, Traffic]:
-    traffic = Traffic()
+    before = Traffic()
+    if backward:
+        forward = solve(problem, algorithm, blocks=blocks)
+        before = forward.traffic
+        tensors = {name: matrix.tensor for name, matrix in forward.slow.items()}
+        tensors |= {"dO": do} | {name: torch.zeros(N, d) for name in ("dQ", "dK", "dV")}
+        if algorithm == "standard":
+            tensors |= {"dS": torch.zeros(N, N)}
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in ("O", "S")}
+        if algorithm == "flash_2":
+            tensors |= {"D": torch.zeros(N, 1)}
+    else:
+        tensors = {"Q": q, "K": k, "V": v, "O": torch.zeros(N, d)}
+        for_backward: dict[str, Tensor] = {
+            "standard": {"S": torch.zeros(N, N), "P": torch.zeros(N, N)},
+            "flash_1": {"l": torch.zeros(N, 1), "m": torch.full((N, 1), lowest(q.dtype))},
+            "flash_2": {"lse": torch.zeros(N, 1)},
+        }[algorithm]
+        tensors |= for_backward
+    traffic, see, keep = Traffic(), problem.visible(), problem.dropout_factors()
     slow = SlowMemory({name: Slow(tensor, traffic) for name, tensor in tensors.items()})
-    run(function, slow, {"hbm": slow} | rest)
-    return slow, traffic
+    arguments = {"hbm": slow, "see": lambda i, j: see[i, j], "keep": lambda i, j: keep[i, j]}
+    if algorithm != "standard":
+        arguments["B_r"], arguments["B_c"] = blocks or block_sizes(d, problem.M)
+    return Pass((BACKWARD if backward else FORWARD)[algorithm], slow, arguments, traffic, before)
+
+
+def solve(problem: Problem, algorithm: str, *, backward: bool = False, blocks: tuple[int, int] | None = None) -> Pass:
+    """Run one pass of an algorithm and count its traffic."""
+    ready = prepared(problem, algorithm, backward, blocks)
+    ready.function(**ready.arguments)
+    return ready

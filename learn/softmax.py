@@ -98,5 +98,5 @@ def tiled_attention(x: Slow, v: Slow, out: Slow, block: int = 2) -> None:
 
 
 def reference_softmax(x: Tensor) -> Tensor:
-    """torch's softmax in fp64. Every step is compared with it, and with the step before."""
+    """torch's softmax in fp64. Every step is compared with it."""
     return torch.softmax(x.double(), dim=-1)

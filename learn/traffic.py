@@ -54,22 +54,21 @@ def draw(curves: Curves) -> str:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "learn", "font.family": "sans-serif"}):
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    style = {"svg.fonttype": "none", "svg.hashsalt": "learn", "font.family": "sans-serif", "axes.facecolor": "none"}
+    style |= dict.fromkeys(inked, INK) | dict.fromkeys(
+        ("axes.spines.top", "axes.spines.right", "legend.frameon"), False
+    )
+    with mpl.rc_context(style):
         figure = Figure(figsize=(7, 3.6), layout="constrained")
-        axes = figure.add_subplot()
-        axes.set_facecolor("none")
+        axes = figure.add_subplot(xlabel="fast memory M (numbers)", ylabel="numbers moved")
         for name, counts in curves.moved.items():
             axes.loglog(curves.M, counts, marker="o", markersize=4, color=COLOURS[name], label=LABELS[name])
-        for name, style, label in (("standard", ":", "N d + N²"), ("flash_1", "--", "N² d² / M")):
-            line = {"color": INK, "linewidth": 1, "linestyle": style}
-            axes.loglog(curves.M, curves.theorem[name], label=f"{label}, times a constant", **line)
-        axes.set_xlabel("fast memory M (numbers)", color=INK)
-        axes.set_ylabel("numbers moved", color=INK)
-        axes.tick_params(colors=INK, which="both")
-        axes.spines[["top", "right"]].set_visible(False)
-        for spine in axes.spines.values():
-            spine.set_color(INK)
-        axes.legend(frameon=False, labelcolor=INK)
+        for name, line, label in (("standard", ":", "N d + N²"), ("flash_1", "--", "N² d² / M")):
+            axes.loglog(
+                curves.M, curves.theorem[name], line, color=INK, linewidth=1, label=f"{label}, times a constant"
+            )
+        axes.legend()
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     svg = out.getvalue()

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from learn.__main__ import main
 from learn.flash import block_sizes
-from learn.page import CHOICES, FIRST, key_of, packed, problem_of, record_choice, shown
-from learn.problem import solve
+from learn.page import CHOICES, FIRST, key_of, packed, record_choice, shown
 from learn.tracing import Recording
 from learn.why import OF_FUNCTIONS
 
@@ -83,15 +82,6 @@ def test_every_line_that_runs_has_a_reason_and_every_reason_a_line() -> None:
         assert all(reason.count(".") == 1 and line not in reason for line, reason in of_lines.items())
 
 
-def test_the_recorded_end_is_that_of_an_unrecorded_run() -> None:
-    for algorithm, result in (("flash_1", "O"), ("flash_2", "O")):
-        choice = CHOICE | {"algorithm": algorithm}
-        last = record_choice(choice).steps[-1]
-        alone = solve(problem_of(choice), algorithm)
-        assert torch.equal(last.slow[result], alone[result])
-        assert (last.read, last.written) == (alone.traffic.read, alone.traffic.written)
-
-
 def test_memory_that_a_tile_has_freed_is_not_counted() -> None:
     """FlashAttention-2 with its first queries and the second, last tile of keys."""
     recording = record_choice(FIRST)
@@ -104,13 +94,6 @@ def test_memory_that_a_tile_has_freed_is_not_counted() -> None:
     assert idle["s"] == {"q", "k", "m_new", "p", "alpha"}
     assert idle["p"] == {"q", "k", "s", "alpha"}
     assert idle["m"] == {"q", "k", "v", "s", "m_new", "p", "alpha"}  # o, l and m are all that goes on
-
-
-def test_a_tile_ends_with_its_loop() -> None:
-    tiles = [tile for tile, _ in itertools.groupby(step.tile for step in record_choice(FIRST).steps)]
-    queries, keys = (slice(0, 3), slice(3, 5)), (slice(0, 4), slice(4, 5))
-    of_queries = [[{"i": i}, *({"i": i, "j": j} for j in keys), {"i": i}] for i in queries]
-    assert tiles == [{}, *itertools.chain(*of_queries), {}]
 
 
 # What a reader sees.
