@@ -6,7 +6,6 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from omegaconf import DictConfig
@@ -25,13 +24,6 @@ SHARED_GROUPS = ("data",)
 OWN_DATA = ("data.documents", "data.cache")
 
 
-class Match(Enum):
-    """What all arms have in common."""
-
-    none = "none"
-    params = "params"
-
-
 @dataclass
 class ArenaConfig:
     """The options under `arena.*`, which experiment=arena reads.
@@ -44,7 +36,6 @@ class ArenaConfig:
     looks       how often the verdicts may be read, each time after more seeds; together they are wrong in 5 % at most
     lr          factors of each arm's optimizer.lr that are tried first; empty: none is tried
     lr_seeds    seeds of the sweep over learning rates, on which no arm is judged
-    match       params: the width of each arm's MLP gives it as many parameters as the baseline has; none: as composed
     sizes       numbers of layers that each arm trains with, the width growing with them; empty: the model as composed
     arm, stage  set for each run of an arena: its arm, and lr or seeds
     size        set for each run of an arena with sizes
@@ -58,7 +49,6 @@ class ArenaConfig:
     looks: int = 2
     lr: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
     lr_seeds: int = 2
-    match: Match = Match.none
     sizes: list[int] = field(default_factory=list)
     arm: str | None = None
     stage: str | None = None
@@ -159,8 +149,6 @@ def arena_mistakes(config: ArenaConfig, arms: Sequence[str]) -> Iterator[str]:
         yield f"arena.lr_seeds={config.lr_seeds} must be at least 1; arena.lr=[] tries no learning rate."
     if config.sizes != sorted(set(config.sizes)) or any(size < 1 for size in config.sizes):
         yield f"arena.sizes={config.sizes} must hold different numbers of layers above 0, the smallest first."
-    if config.sizes and config.match is not Match.none:
-        yield "arena.match=params makes arms equal at one size; leave it or arena.sizes out."
     if not 0 <= config.first_seed <= MOST_SEEDS - config.seeds:
         yield f"arena.first_seed={config.first_seed} must lie between 0 and {MOST_SEEDS:,} less arena.seeds."
 

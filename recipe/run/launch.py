@@ -77,6 +77,10 @@ def prepare(arguments: list[str], weights: Weights | None = None) -> list[str]:
             for sentence in replaced(args.overrides):
                 print(f"note: {sentence}", file=sys.stderr)
         if args.multirun or composition.multirun:
+            if composition.cfg is not None:
+                more = launcher.continuing(args.overrides, Path(composition.cfg.hydra.sweep.dir))
+                arguments += more
+                composition = compose_right([*args.overrides, *more]) if more else composition
             cfg = check_sweep(composition, weights)
             if (ranks := World.from_environment().size) > 1:
                 raise ConfigError(

@@ -22,12 +22,14 @@ the device in between. The first steps (allocation, compilation, autotuning) do 
 
 from __future__ import annotations
 
+import resource
 import statistics
+import sys
 import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,27 +38,19 @@ from recipe.run.peaks import peak_flops, utilisation
 GIB = 2**30
 
 
-class Clock(Protocol):
-    """Marks points in a device's time."""
-
-    def mark(self) -> Any:
-        """The point that the device has reached when it has done everything asked of it so far."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """The time between two marks; may wait for `end` to be reached."""
-
-
-class HostClock:
+class Clock:
     """The host's clock, for a device that works while its caller waits."""
 
     def mark(self) -> Any:
+        """The point that the device has reached when it has done everything asked of it so far."""
         return time.perf_counter()
 
     def seconds(self, start: Any, end: Any) -> float:
+        """The time between two marks; may wait for `end` to be reached."""
         return end - start
 
 
-class CudaClock:
+class CudaClock(Clock):
     """Events in the current stream of a GPU, which runs behind its caller."""
 
     def __init__(self, device: torch.device) -> None:
@@ -101,15 +95,15 @@ class StepMeter:
         self.flops_per_token = {"full": flops_per_token_full, "causal": flops_per_token_causal}
         self.precision, self.peak = precision, peak_flops(device_name(device), precision)
         self.device_count = device_count
-        self.clock = clock or (CudaClock(device) if device.type == "cuda" else HostClock())
+        self.clock = clock or (CudaClock(device) if device.type == "cuda" else Clock())
 
         self._warmup_left = warmup_steps
         self._start: Any = None  # start of the current step: the end of the last one, unless paused
         self._waited = 0.0  # host seconds spent waiting for data in the current step
         self._pending: list[tuple[Any, Any, float]] = []  # (start, end, waited), not read back yet
-        self._step_seconds, self._data_seconds = array("d"), array("d")  # of the whole run
+        self._step_seconds, self._data_seconds = array("d"), array("d")  # of every step
         self._peak_bytes = {"allocated": 0, "reserved": 0}  # since the last interval, pauses left out
-        self._peaks: dict[str, float] = {}  # of the whole run
+        self._peaks: dict[str, float] = {}  # of every interval
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -151,8 +145,8 @@ class StepMeter:
 
         replayed_bytes   peak memory of a replayed CUDA graph, which the allocator does not see
 
-        The throughput is absent while all of them were warm-up, MFU where the device's peak is unknown, memory on
-        a CPU. Waits for the device to finish the last step.
+        The throughput is absent while all of them were warm-up, MFU where the device's peak is unknown. On a CPU the
+        memory is the process's, at its peak since it started. Waits for the device to finish the last step.
         """
         steps = [self.clock.seconds(start, end) for start, end, _ in self._pending]
         waits = [waited for _, _, waited in self._pending]
@@ -175,7 +169,7 @@ class StepMeter:
         return self._throughput(statistics.median(self._step_seconds), statistics.median(self._data_seconds))
 
     def peaks(self) -> dict[str, float]:
-        """The highest memory of the run's intervals; empty on a CPU."""
+        """The highest memory of the run's intervals."""
         return dict(self._peaks)
 
     def _throughput(self, step_seconds: float, data_seconds: float) -> dict[str, float]:
@@ -194,11 +188,18 @@ class StepMeter:
     def _note_memory(self) -> None:
         """Take the allocator's peaks into the interval's, and reset them; this does not touch the device."""
         if self.device.type != "cuda":
+            self._peak_bytes["allocated"] = process_peak()
             return
         allocated, reserved = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
         self._peak_bytes["allocated"] = max(self._peak_bytes["allocated"], allocated)
         self._peak_bytes["reserved"] = max(self._peak_bytes["reserved"], reserved)
         torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def process_peak() -> int:
+    """Bytes of this process in memory, at their peak since it started."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def device_name(device: torch.device) -> str:

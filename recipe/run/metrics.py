@@ -19,7 +19,9 @@ from data.atomic import write_atomically
 from data.untrusted import METRICS, parse_json, read_bytes
 from recipe.errors import UserError
 from recipe.files import to_json
+from recipe.wording import listed
 
+DAMAGED = "metrics.damaged.jsonl"  # the lines that could not be read when the run was resumed
 SECONDS_BETWEEN_SYNCS = 30.0
 
 
@@ -27,10 +29,10 @@ class TrackingError(UserError, RuntimeError):
     """A run whose metrics cannot be recorded; the message says why and what to do."""
 
 
-def read_metrics(path: Path, damaged: list[int] | None = None) -> list[dict[str, Any]]:
+def read_metrics(path: Path, damaged: dict[int, bytes] | None = None) -> list[dict[str, Any]]:
     """The records in `path` in order of steps, each step once; none if there is no file.
 
-    damaged  receives the numbers of incomplete lines, counted from 1, such as the last line of a killed process. They
+    damaged  receives the lines that cannot be read, by number from 1 on, such as the last one of a killed process. They
              are skipped
 
     Of a step that was logged more than once, the later values count. Raises OSError, UntrustedError.
@@ -47,21 +49,27 @@ def read_metrics(path: Path, damaged: list[int] | None = None) -> list[dict[str,
             records.setdefault(step, {}).update(record, step=step)
         except (ValueError, TypeError, KeyError, OverflowError):
             if damaged is not None and line.strip():
-                damaged.append(n)
+                damaged[n] = line
     return [records[step] for step in sorted(records)]
 
 
 class MetricsFile:
-    """The metrics of one run, written a line at a time."""
+    """The metrics of one run, written a line at a time.
+
+    warning  a sentence on lines of an earlier part of the run that cannot be read
+    """
 
     def __init__(self, path: Path, resume_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin a new file or, with `resume_step`, keep the lines of the old one up to that step.
 
-        Raises TrackingError if the file belongs to another run.
+        Lines that cannot be read go to metrics.damaged.jsonl. Raises TrackingError if the file belongs to another run.
         """
         self.path, self.clock = path, clock
+        self.warning: str | None = None
         if resume_step is not None:
-            records = [record for record in read_metrics(path) if record["step"] <= resume_step]
+            damaged: dict[int, bytes] = {}
+            records = [record for record in read_metrics(path, damaged) if record["step"] <= resume_step]
+            self.set_aside(damaged)
             write_atomically(path, "".join(to_json(record) + "\n" for record in records))
             self.last_step = records[-1]["step"] if records else -1
         elif path.exists() and path.stat().st_size:
@@ -73,6 +81,16 @@ class MetricsFile:
             self.last_step = -1
         self.file = path.open("ab", buffering=0)
         self.synced = self.clock()
+
+    def set_aside(self, damaged: dict[int, bytes]) -> None:
+        """Append damaged lines to metrics.damaged.jsonl. Half a line at the end is none: its step is logged again."""
+        if damaged:
+            damaged.pop(self.path.read_bytes().count(b"\n") + 1, None)
+        if damaged:
+            with self.path.with_name(DAMAGED).open("ab") as aside:
+                aside.writelines(line + b"\n" for line in damaged.values())
+            numbers = listed([str(n) for n in damaged])
+            self.warning = f"these lines of {self.path} cannot be read, and are in {DAMAGED} now: {numbers}."
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log `metrics` after `step` updates. A second line of the same step adds to the first.

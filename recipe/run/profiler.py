@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 WARMUP_STEPS, PROFILED_STEPS = 10, 5
 WINDOW = "profiled steps"
@@ -65,8 +66,6 @@ ENCLOSING = ("attention", "loss", "optimizer", "data")
 HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
-Span = tuple[float, float, str]  # from, to, category
-
 
 class Profiler:
     """Records some steps of a run, once.
@@ -86,20 +85,16 @@ class Profiler:
     ) -> None:
         """The steps recorded are PROFILED_STEPS after WARMUP_STEPS, or earlier in a run of fewer `steps`."""
         self.folder, self.device, self.print = folder / "profile", device, print
-        self.first: int | None = None
-        self.last: int | None = None
-        if profile:
-            self.first = max(start, min(start + WARMUP_STEPS, steps - PROFILED_STEPS))
-            self.last = min(self.first + PROFILED_STEPS, steps) - 1
+        first = max(start, min(start + WARMUP_STEPS, steps - PROFILED_STEPS))
+        self.steps = min(PROFILED_STEPS, steps - first)
+        self.first, self.last = (first, first + self.steps - 1) if profile else (None, None)
         self.recording = ExitStack()
 
     def start(self) -> None:
         """Start recording, before the step `first`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the library prints messages when it starts and stops
-        on_gpu = self.device.type == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        self.profiler = self.recording.enter_context(profile(activities=activities))
+        self.profiler = self.recording.enter_context(profile())
         self._wait()
         self.recording.enter_context(record_function(WINDOW))
 
@@ -108,8 +103,6 @@ class Profiler:
 
         Returns the percentage of the step that each category took, as metrics.
         """
-        assert self.first is not None
-        assert self.last is not None
         self._wait()
         self.recording.close()
         path, plain = self.folder / "trace.json.gz", self.folder / "trace.json"
@@ -117,8 +110,7 @@ class Profiler:
         with plain.open("rb") as trace, gzip.open(path, "wb", compresslevel=6) as compressed:
             shutil.copyfileobj(trace, compressed, 1 << 20)  # torch would compress line by line, for seconds
         plain.unlink()
-        steps = self.last - self.first + 1
-        times = {name: us / steps / 1e3 for name, us in summarise(read_trace(path)).items()}
+        times = {name: us / self.steps / 1e3 for name, us in summarise(read_trace(path)).items()}
         table = format_table(times)
         (self.folder / "table.txt").write_text(table)
         self.print(f"{table}trace: {path} (open it at ui.perfetto.dev)")
@@ -149,34 +141,41 @@ def summarise(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Microseconds of the profiled window by category; together they are the window.
 
     A kernel belongs to the operation that launched it. An operation belongs to the category of the enclosing one or, in
-    the backward pass, of its forward operation. On a GPU each instant counts for the running kernel, for a copy only if
-    nothing else runs, and for `data` or `idle` if nothing runs at all. On a CPU each operation counts without those it
-    calls, and `idle` is Python between operations.
+    the backward pass, of its forward operation. On a GPU each instant counts for the running kernel, for an exchange or
+    a copy only if nothing else runs, and for `data` or `idle` if nothing runs at all. On a CPU it counts for the
+    operation that runs, and `idle` is Python between operations.
     """
-    host = [e for e in events if e.get("ph") == "X" and e.get("cat") in HOST]
-    window = next(e for e in host if e["name"] == WINDOW and e["cat"] == "user_annotation")
+    complete = [e for e in events if e.get("ph") == "X"]
+    window = next(e for e in complete if e["name"] == WINDOW and e["cat"] == "user_annotation")
     begin, end = window["ts"], window["ts"] + window["dur"]
-    host = [e for e in host if begin < e["ts"] < end]
-    device = [e for e in events if e.get("ph") == "X" and e.get("cat") in DEVICE]
+    host = [e for e in complete if e.get("cat") in HOST and begin < e["ts"] < end]
+    device = [e for e in complete if e.get("cat") in DEVICE]
     label(host, [e for e in events if e.get("cat") == "fwdbwd"])
     if device:
         launches = {e["args"]["correlation"]: e["category"] for e in host if "correlation" in e.get("args", {})}
-        spans = []
         for e in device:
             named = category_of(e["name"])
             # A copy does not belong to the operation that launches it, nor a graph's kernels to its launch.
-            launched_for = launches.get(e["args"].get("correlation"))
-            category = named if named == "data" else launched_for or named or "other"
-            spans.append((e["ts"], e["ts"] + e["dur"], category))
-        waits = [(e["ts"], e["ts"] + e["dur"], "waiting") for e in host if e["name"] == "data"]
-        return sweep(spans, waits, begin, end)
+            e["category"] = named if named == "data" else launches.get(e["args"].get("correlation")) or named
+        running, last = device + [e for e in host if e["name"] == "data"], ("other", "exchange", "data")
+    else:
+        running, last = [e for e in host if e["tid"] == window["tid"]], ("exchange", "data", "other")
+    times, busy, spans = dict.fromkeys(CATEGORIES, 0.0), 0.0, list[tuple[float, float]]()
+    for category in ("attention", "matmul", "loss", "optimizer", *last):  # an instant counts for the first of them
+        of_category = [e for e in running if (e["category"] or "other") == category]
+        spans += [(max(e["ts"], begin), min(e["ts"] + e["dur"], end)) for e in of_category]
+        before, busy = busy, covered(spans)
+        times[category] = busy - before
+    return times | {"idle": end - begin - busy}
 
-    times = dict.fromkeys(CATEGORIES, 0.0)
-    for e in host:
-        if e["tid"] == window["tid"]:
-            times[e["category"] or "other"] += e["self"]
-    times["idle"] = end - begin - sum(times.values())
-    return times
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The time within at least one of the spans, each from its start to its end."""
+    total, reached = 0.0, -math.inf
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total
 
 
 def category_of(name: str) -> str | None:
@@ -185,46 +184,20 @@ def category_of(name: str) -> str | None:
 
 
 def label(host: list[dict[str, Any]], flows: list[dict[str, Any]]) -> None:
-    """Give each host event its `category` and `self` time, the time not spent in events nested in it."""
-    host.sort(key=lambda e: (e["ts"], -e["dur"]))
-    forward_of: dict[tuple[int, float], tuple[int, float]] = {}  # backward (thread, time) -> forward (thread, time)
-    begins = {f["id"]: (f["tid"], f["ts"]) for f in flows if f["ph"] == "s"}
-    for flow in flows:
-        if flow["ph"] == "f" and flow["id"] in begins:
-            forward_of[flow["tid"], flow["ts"]] = begins[flow["id"]]
-
-    labels: dict[tuple[int, float], str | None] = {}
+    """Give each host event its `category`, None where neither its name nor those around it tell."""
+    begins = {flow["id"]: (flow["tid"], flow["ts"]) for flow in flows if flow["ph"] == "s"}
+    # (thread, time) of a backward operation -> of its forward operation
+    forward_of = {(flow["tid"], flow["ts"]): begins.get(flow["id"]) for flow in flows if flow["ph"] == "f"}
+    labels: dict[tuple[int, float] | None, str | None] = {}
     open_events: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for e in host:
-        stack = open_events[e["tid"]]
+    for e in sorted(host, key=lambda e: (e["ts"], -e["dur"])):
+        stack, place = open_events[e["tid"]], (e["tid"], e["ts"])
         while stack and stack[-1]["ts"] + stack[-1]["dur"] <= e["ts"]:
             stack.pop()
-        outer = stack[-1] if stack else None
-        inherited = outer["category"] if outer else None
-        here = (e["tid"], e["ts"])
-        if inherited not in ENCLOSING:
-            inherited = labels.get(forward_of.get(here, here)) or category_of(e["name"]) or inherited
-        e["category"] = inherited
-        e["self"] = e["dur"]
-        if outer:
-            outer["self"] -= e["dur"]
+        category = stack[-1]["category"] if stack else None
+        if category not in ENCLOSING:
+            category = labels.get(forward_of.get(place)) or category_of(e["name"]) or category
+        e["category"] = category
         if e["cat"] == "cpu_op":
-            labels[here] = inherited
+            labels[place] = category
         stack.append(e)
-
-
-def sweep(spans: Iterable[Span], waits: Iterable[Span], begin: float, end: float) -> dict[str, float]:
-    """Each instant of [begin, end] counted once: for a running kernel, else a copy, else a wait for data, else idle."""
-    ranks = [name for name in CATEGORIES if name not in ("data", "idle")] + ["data", "waiting"]
-    points: list[tuple[float, str, int]] = [(end, "idle", 0)]
-    for start, stop, name in [*spans, *waits]:
-        points += [(min(max(start, begin), end), name, 1), (min(max(stop, begin), end), name, -1)]
-    running = dict.fromkeys([*ranks, "idle"], 0)
-    times = dict.fromkeys(CATEGORIES, 0.0)
-    now = begin
-    for at, name, change in sorted(points):
-        busy = next((r for r in ranks if running[r]), "idle")
-        times["data" if busy == "waiting" else busy] += at - now
-        running[name] += change
-        now = at
-    return times

@@ -18,9 +18,8 @@ from attention import AttentionShape
 from model.counting import num_parameters
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
-from recipe.run.attention_memory import attention_peak
-from recipe.run.attention_time import attention_ms
-from recipe.run.meters import GIB, StepMeter
+from recipe.run.attention_alone import attention_ms, attention_peak
+from recipe.run.meters import GIB, StepMeter, process_peak
 from recipe.run.metrics import read_metrics
 from recipe.run.run_folder import write_recorded
 from recipe.run.summary import environment, write_summary
@@ -137,7 +136,6 @@ class Record(NullRecord):
         trainer, lines = self.trainer, read_metrics(self.folder / "metrics.jsonl")
         evaluated = [(float(line["val/loss"]), line["step"]) for line in lines if "val/loss" in line]
         best_val_loss, best_val_step = min((e for e in evaluated if math.isfinite(e[0])), default=(None, None))
-        memory_source, peak = self._memory(finished=status in ("completed", "interrupted"))
         return {
             "status": status,
             "message": message,
@@ -155,9 +153,7 @@ class Record(NullRecord):
             "best_val_step": best_val_step,
             "target": self._target(),
             "median": self.meter.medians(),
-            "peak": peak,
-            "memory_source": memory_source,
-            "attention_ms": self._attention_ms() if status == "completed" else None,
+            **self._memory_and_attention(status),
             "flops_per_token": self.meter.flops_per_token["causal"],
             "parity": summarise(lines),
             "probes": self.details,
@@ -181,29 +177,24 @@ class Record(NullRecord):
         milliseconds = self.meter.medians().get("throughput/step_ms", math.nan)
         return {"step": self.reached, "tokens": self.tokens, "seconds": self.reached * milliseconds / 1e3}
 
-    def _attention_ms(self) -> float | None:
-        """Milliseconds of attention alone in a step, if the run measures it."""
-        model, training = self.trainer.model, self.trainer.training
-        if not training.time_attention or self._reads_tensors():
-            return None
-        once = attention_ms(model.attend, self.origin.shape, training.batch_size, model.seq_len)
-        return once * self.trainer.micro_steps
+    def _memory_and_attention(self, status: str) -> dict[str, Any]:
+        """The memory's peak and its source, and the milliseconds of attention alone in a step, if the run measures it.
 
-    def _reads_tensors(self) -> bool:
-        """Whether a score's formula reads tensors of the model, without which attention is not measured alone."""
-        scores = [score for score in self.origin.shape.scores if score.formula is not None]
-        return any(len(score.tensors()) > len(score.head_tensors) for score in scores)
-
-    def _memory(self, finished: bool) -> tuple[str | None, dict[str, float]]:
-        """The source of the memory peak, and the peak. A CPU has no such counter; there the attention's allocations are
-        counted."""
-        if self.origin.shape.device.type != "cpu":
-            return "cuda", self.meter.peaks()
-        if not finished or self._reads_tensors():
-            return None, {}
-        model = self.trainer.model
-        measured = attention_peak(model.attend, self.origin.shape, self.trainer.training.batch_size, model.seq_len)
-        return "attention", {"memory/peak_allocated_gib": measured / GIB}
+        A CPU has no counter of a model's memory: there the peak is that of one layer's attention alone, beside that of
+        the process. Attention whose formula reads tensors of the model is not measured alone.
+        """
+        model, training, shape = self.trainer.model, self.trainer.training, self.origin.shape
+        formulas = [score for score in shape.scores if score.formula is not None]
+        possible = not any(len(score.tensors()) > len(score.head_tensors) for score in formulas)
+        alone = model.attend, shape, training.batch_size, model.seq_len
+        timed = possible and training.time_attention and status == "completed"
+        measured: dict[str, Any] = {"peak": self.meter.peaks(), "memory_source": "cuda"}
+        if shape.device.type == "cpu":
+            finished = possible and status in ("completed", "interrupted")
+            peak = {"memory/peak_allocated_gib": attention_peak(*alone) / GIB} if finished else {}
+            measured = {"peak": peak, "memory_source": "attention" if finished else None}
+            measured["process_peak_gib"] = process_peak() / GIB
+        return measured | {"attention_ms": attention_ms(*alone) * self.trainer.micro_steps if timed else None}
 
 
 @contextmanager
@@ -217,6 +208,7 @@ def recorded_out_of_memory(
     except OutOfMemory as error:
         if world.rank == 0:
             ended = {"status": "out_of_memory", "message": str(error), "step": 0, "steps": config["training"]["steps"]}
-            known = {"attention": config["attention"]["name"], "config": config, "overrides": overrides}
-            write_summary(folder / "summary.json", ended | known | environment(device, world.size))
+            run = {"attention": config["attention"]["name"], "config": config, "overrides": overrides}
+            write_recorded(folder, config, overrides)
+            write_summary(folder / "summary.json", ended | run | environment(device, world.size))
         raise

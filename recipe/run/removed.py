@@ -9,6 +9,7 @@ from typing import Any
 REMOVED: dict[str, str] = {
     "experiment=ladder": "an arena trains its arms at several sizes: experiment=arena arena.sizes=[1,2,4]",
     "ladder.": "an arena trains its arms at several sizes: experiment=arena arena.sizes=[1,2,4]",
+    "arena.match": "give an arm its own model.mlp_width, with which it has as many parameters as the baseline",
     "training.memory_snapshot": "training.profile=true shows the steps; torch.cuda.memory records allocations",
     "training.mlp_in_fp8": "leave it out: the MLP computes in training.precision",
 }
@@ -19,6 +20,7 @@ DEFAULTS: dict[str, Any] = {
     "ladder.width": 32,
     "ladder.head": 32,
     "ladder.depth": None,
+    "arena.match": "none",
     "training.memory_snapshot": False,
     "training.mlp_in_fp8": False,
 }

@@ -26,6 +26,7 @@ from data.untrusted import read_text
 from recipe.files import plain
 from recipe.run.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.run.progress import ProgressLine
+from recipe.run.queue.jobs import read_manifest
 from recipe.run.run_folder import read_summary
 from recipe.run.summary import ENVIRONMENT, draw_loss_curve, write_summary
 from recipe.run.tensorboard import Board, installed
@@ -35,6 +36,7 @@ __all__ = ["Tracker", "TrackingConfig", "TrackingError", "TrackingMode", "tracki
 
 # The longest wait for W&B at the end of a run, when an upload takes longer than writing a file.
 SECONDS_TO_FINISH = {"online": 60.0, "offline": 30.0}
+LONGEST_NAME, LONGEST_TAG = 128, 64  # characters that W&B takes
 SECONDS_TO_LEAVE = 10.0  # where the run breaks off without `finish`
 
 
@@ -98,6 +100,8 @@ class Tracker:
         self.metrics = MetricsFile(run_folder / "metrics.jsonl", resume_step)
         (run_folder / "summary.json").unlink(missing_ok=True)  # describes a run that has ended
         self.progress = ProgressLine(steps, resume_step or 0)
+        if self.metrics.warning is not None:
+            self.print(f"warning: {self.metrics.warning}")
         self.wandb: WandbThread | None = None
         self.board: Board | None = None
         recorded = {**run_config, **(environment or {})}
@@ -172,11 +176,13 @@ class Tracker:
 
 
 def start_wandb(run_folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> WandbThread:
-    """The W&B run of a run folder, which has the same id after a resume."""
+    """The W&B run of a run folder, which has the same id after a resume. Its tags are the names of its parts."""
     path = run_folder / "wandb" / "run-id"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, secrets.token_hex(4))
+    recorded = plain(run_config)
+    parts = [recorded[part]["name"] for part in ("attention", "score", "model", "data") if part in recorded]
     return WandbThread(
         run_folder,
         {
@@ -184,9 +190,10 @@ def start_wandb(run_folder: Path, config: TrackingConfig, run_config: Mapping[st
             "project": config.project,
             "group": config.group,
             "name": name_of(run_folder),
+            "tags": [str(part)[:LONGEST_TAG] for part in dict.fromkeys(parts)],
             "id": read_text(path),
             "resume": "allow" if config.mode is TrackingMode.online else None,
-            "config": plain(run_config),
+            "config": recorded,
         },
     )
 
@@ -203,5 +210,8 @@ def send_again(run_folder: Path, config: TrackingConfig) -> list[str]:
 
 
 def name_of(run_folder: Path) -> str:
-    """<date>/<time>-<attention>, or <time>/<job> of a sweep."""
-    return "/".join(run_folder.absolute().parts[-2:])
+    """<date>/<time>-<attention>; of a job of a sweep its number and what distinguishes it: "3 tiled seq_len=128"."""
+    folder = run_folder.absolute()
+    names = read_manifest(folder.parent).get("names")
+    name = names.get(folder.name) if isinstance(names, dict) else None
+    return f"{folder.name} {name}"[:LONGEST_NAME] if name else "/".join(folder.parts[-2:])

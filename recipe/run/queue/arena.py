@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.plugins.sweeper import Sweeper
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from recipe.files import number
-from recipe.run.arms import ArenaConfig, Match, read_arms
+from recipe.run.arms import ArenaConfig, read_arms
 from recipe.run.queue.jobs import Job, SweepError, without
 from recipe.run.queue.launcher import quoted
-from recipe.run.queue.plan import Plan, PlannedRun, continued, new_plan, newest_like, read_plan, write_plan
+from recipe.run.queue.plan import Plan, PlannedRun, continued, new_plan, read_plan, write_plan
 from recipe.run.summary import git_state
 
 ROOT = Path(__file__).parents[3]
@@ -80,12 +80,9 @@ class ArenaSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
         """Launch the runs of the plan that have no result yet in the sweep's folder. Raises PlanError, SweepError."""
-        wanted, folder = self.wanted(arguments), Path(self.settings.hydra.sweep.dir)
-        if "resume=auto" in arguments and read_plan(folder) is None:
-            folder = newest_like(wanted, folder) or folder
-        earlier = read_plan(folder)
-        plan = wanted if earlier is None else continued(earlier, wanted, folder)
-        self.settings.hydra.sweep.dir = str(folder)
+        folder = Path(self.settings.hydra.sweep.dir)
+        plan, earlier = self.plan(arguments), read_plan(folder)
+        plan = plan if earlier is None else continued(earlier, plan, folder)
         write_plan(plan, folder)
         OmegaConf.save(self.settings, folder / "multirun.yaml")
         returned = []
@@ -96,7 +93,7 @@ class ArenaSweeper(Sweeper):
         returned.append(self.launch(plan, plan.seed_runs(), ahead=0))
         return returned
 
-    def wanted(self, arguments: Sequence[str]) -> Plan:
+    def plan(self, arguments: Sequence[str]) -> Plan:
         """The plan that the command line asks for."""
         arena: ArenaConfig = OmegaConf.to_object(self.settings.arena)  # type: ignore[assignment]
         arms, common = arms_of(arena), common_overrides(arguments)
@@ -104,8 +101,6 @@ class ArenaSweeper(Sweeper):
             name: self.loader.load_sweep_config(self.settings, merged(common, overrides))
             for name, overrides in arms.items()
         }
-        if arena.match is Match.params:
-            arms = matched(arms, composed, arena.baseline or next(iter(arms)))
         return new_plan(arena, arms, common, self.command_line, composed, git_state(ROOT)["commit"])
 
     def launch(self, plan: Plan, runs: Sequence[PlannedRun], ahead: int) -> Sequence[JobReturn]:
@@ -119,21 +114,6 @@ class ArenaSweeper(Sweeper):
         return self.jobs.launch([job_overrides(plan, run) for run in runs], initial_job_idx=runs[0].number)
 
 
-def matched(arms: dict[str, list[str]], composed: Mapping[str, DictConfig], baseline: str) -> dict[str, list[str]]:
-    """The arms with the widths of their MLPs that give them the baseline's parameters. Raises SweepError."""
-    from recipe.run.queue.match import (  # builds models, which other sweeps need not import
-        config_of,
-        matching_width,
-    )
-
-    configs = {name: config_of(cfg) for name, cfg in composed.items()}
-    widened = {baseline: arms[baseline]}
-    for name in arms.keys() - widened.keys():
-        width = matching_width(name, configs[name], configs[baseline])
-        widened[name] = merged(arms[name], [f"model.mlp_width={width}"])
-    return {name: widened[name] for name in arms}
-
-
 def choose(plan: Plan, folder: Path) -> dict[str, float]:
     """The learning rate of each arm: the one with the lowest mean loss over the seeds of the sweep.
 
@@ -141,7 +121,7 @@ def choose(plan: Plan, folder: Path) -> dict[str, float]:
     """
     losses: dict[tuple[str, float], list[float]] = {}
     for run in plan.lr_runs():
-        job = Job(run.number, (), folder / str(run.number), 0, may_diverge=True)
+        job = Job(run.number, (), folder / str(run.number), may_diverge=True)
         if not job.done:
             raise SweepError(f"{job.folder} has no result, so no learning rate can be chosen; start the sweep again.")
         assert run.lr is not None

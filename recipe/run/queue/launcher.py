@@ -1,8 +1,9 @@
 """A sweep in which every job is a separate process, so that no job inherits anything from the one before.
 
 Peak memory, compiled graphs, the allocator's cache and the W&B run belong to a process. So the launcher starts
-`python train.py <overrides>` for each job, one after the other, one on each GPU or several on the cores, follows
-metrics.jsonl, and reports the outcome of each. It is a Hydra launcher, the default of conf/config.yaml.
+`python train.py <overrides>` for each job, one after the other, one on each GPU or several on the cores, and reports
+the outcome of each. A job whose folder holds a result is skipped. It is a Hydra launcher, the default of
+conf/config.yaml.
 
 submitit's local executor starts all jobs at once, and joblib's workers run several in one process; neither gives each
 job a GPU, forwards signals, goes on after a failure or resumes a sweep.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -30,20 +32,10 @@ from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig
 
 from recipe.run.arms import LR
-from recipe.run.queue.jobs import (
-    CONSOLE,
-    Job,
-    SweepError,
-    distinct_overrides,
-    newest_sweep_of,
-    read_manifest,
-    recorded_group,
-    shorter_out_of_memory,
-    without,
-    write_manifest,
-)
-from recipe.run.queue.sweep_progress import SweepProgress
+from recipe.run.progress import Terminal
+from recipe.run.queue.jobs import CONSOLE, Job, SweepError, names_of, newest_sweep, without, write_manifest
 from recipe.run.run_folder import locked
+from recipe.wording import duration
 
 PLUGIN = str(Path(__file__).with_name("plugin"))
 SECONDS_BETWEEN_POLLS = 0.2
@@ -103,6 +95,83 @@ def forward_signals(running: RunningJobs) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class Report:
+    """Prints a line at each job's start and end, and at the end of the sweep what failed and the next command.
+
+    ahead    jobs that a sweeper will launch after these
+    at_once  number of jobs that run at the same time
+    """
+
+    def __init__(self, jobs: Sequence[Job], ahead: int, at_once: int) -> None:
+        self.jobs, self.ahead, self.at_once, self.names = jobs, ahead, at_once, names_of(jobs)
+        self.console = Terminal()
+        self.began: dict[Job, float] = {}
+        self.codes: dict[Job, int] = {}
+        self.took: list[float] = []  # seconds of each job that came to its end here
+        done = [job for job in jobs if job.done]
+        self.left = len(jobs) - len(done) + ahead
+        finished = f", {len(done)} of them done already" if done else ""
+        follow = f"; {ahead} follow" if ahead else ""
+        self.print(f"{len(jobs)} job{'s' if len(jobs) != 1 else ''}{finished}{follow}")
+
+    def print(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def started(self, job: Job) -> None:
+        self.began[job] = time.monotonic()
+        self.print(self.label(job))
+
+    def ended(self, job: Job, code: int) -> None:
+        """`code` is the process's exit status, negative for a signal."""
+        took = time.monotonic() - self.began[job]
+        self.codes[job], self.left = code, self.left - 1
+        self.took += [took] if job.done else []
+        seconds = statistics.fmean(self.took) * self.left / self.at_once if self.took else 0.0
+        left = f"  {duration(seconds)} left" if seconds else ""
+        self.print(f"{self.label(job)}: {outcome(job)}, {duration(took)}{left}")
+
+    def label(self, job: Job) -> str:
+        """ "[3/9]  tiled seed=2", counted from 1."""
+        return f"[{job.number + 1}/{self.jobs[-1].number + 1 + self.ahead}]  {self.names[job.number]}"
+
+    def close(self, folder: Path, number: int) -> None:
+        """Report the outcome and the next command; exit unless all jobs are done. `number` is that of a signal."""
+        left = [job for job in self.jobs if not job.done]
+        again = [a for a in sys.argv if not a.startswith(("hydra.sweep.dir=", "resume="))]
+        command = shlex.join(["python", *again, f"hydra.sweep.dir={folder}"])
+        if number:
+            self.print(f"Stopped with {len(left)} of {len(self.jobs)} jobs left. Continue with:\n  {command}")
+            sys.exit(128 + number)
+        for job in left:
+            self.print(f"error: job {job.number} ({self.names[job.number]}): {failure(job, self.codes[job])}")
+        if left:
+            self.print(f"{len(left)} of {len(self.jobs)} jobs failed; run those again with:\n  {command}")
+        if left or not self.ahead:
+            self.print(f"Compare the runs with:\n  python compare.py {shlex.quote(str(folder))}")
+        if left:
+            sys.exit(1)
+
+
+def outcome(job: Job) -> str:
+    """The outcome of a job in a few words."""
+    summary = job.summary()
+    status = summary.get("status", "failed")
+    if status == "completed":
+        loss = summary.get("val_loss") or summary.get("train_loss")
+        return f"loss {float(loss):.4f}" if loss is not None else "completed"
+    if status == "failed" and job.done:
+        return "loss not finite, which is its result"
+    return str(status).replace("_", " ")
+
+
+def failure(job: Job, code: int) -> str:
+    """Why a job failed, in one sentence. `code` is the exit status of its process."""
+    if code < 0 and job.summary().get("status") != "failed":
+        memory = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+        return f"it was ended by {signal.Signals(-code).name}{memory}."
+    return job.failure_message()
+
+
 class ProcessLauncher(Launcher):
     """Runs the jobs of a sweep. See ProcessLauncherConfig for its options."""
 
@@ -125,57 +194,48 @@ class ProcessLauncher(Launcher):
         Exits with status 1 if one failed, with 128 + n after signal n. Raises SweepError where a job's folder holds
         something else, StillRunning where the sweep or one of its jobs runs already.
         """
-        resume = any(override == "resume=auto" for job in job_overrides for override in job)
-        wanted = [without(job, ["resume"]) for job in job_overrides] if resume else [list(job) for job in job_overrides]
-        folder = self.folder(wanted, resume)
-        jobs = [self.job(initial_job_idx + i, overrides, folder) for i, overrides in enumerate(wanted)]
+        folder = Path(self.config.hydra.sweep.dir)
+        jobs = []
+        for number, overrides in enumerate(job_overrides, start=initial_job_idx):
+            lines = without(overrides, ["resume"])
+            jobs.append(job_of(self.loader.load_sweep_config(self.config, lines), number, lines, folder))
         for job in jobs:
             job.check_folder()
-        group = self.config.tracking.group or recorded_group(folder) or self.group(folder)
         running = RunningJobs()
         self.threads = max(1, self.cores // min(len(self.devices), len(jobs)))
         with locked(folder):
-            write_manifest(folder, jobs, group)
-            for job in jobs:
-                if not job.done:
-                    job.clear_folder()
-            with SweepProgress(jobs, self.ahead, len(self.devices)) as progress, forward_signals(running):
-                self.run(jobs, group, running, progress)
-        return report_outcome(jobs, folder, progress, running.signal, last=not self.ahead)
+            write_manifest(folder, jobs, sys.argv[1:])
+            report = Report(jobs, self.ahead, len(self.devices))
+            with forward_signals(running):
+                self.run([job for job in jobs if not job.done], running, report)
+        report.close(folder, running.signal)
+        return [job_return(job) for job in jobs]
 
-    def run(self, jobs: list[Job], group: str, running: RunningJobs, progress: SweepProgress) -> None:
+    def run(self, waiting: list[Job], running: RunningJobs, report: Report) -> None:
         """Keep every device busy until no job waits or a signal comes."""
-        waiting = [job for job in jobs if not job.done]
         free = list(self.devices)
         while running.processes or (waiting and not running.signal):
             while waiting and free and not running.signal:
-                job = waiting.pop(0)
-                shorter = shorter_out_of_memory(job, jobs)
-                if shorter:
-                    progress.skipped(job, shorter)
-                    continue
-                device = free.pop(0)
-                running.processes[job] = self.start(job, device, group), device
-                progress.started(job)
+                job, device = waiting.pop(0), free.pop(0)
+                job.clear_folder()
+                running.processes[job] = self.start(job, device), device
+                report.started(job)
             time.sleep(self.seconds_between_polls)
             for job, (process, device) in list(running.processes.items()):
                 if process.poll() is not None:
                     del running.processes[job]
                     free.append(device)
-                    progress.ended(job, process.returncode)
-            progress.refresh(list(running.processes))
+                    report.ended(job, process.returncode)
 
-    def start(self, job: Job, device: str | None, group: str) -> subprocess.Popen[bytes]:
+    def start(self, job: Job, device: str | None) -> subprocess.Popen[bytes]:
         """The job's process, which writes to console.log."""
-        added = ["hydra.mode=RUN", f"hydra.run.dir={quoted(str(job.folder))}", "resume=auto"]
-        added += [f"tracking.group={quoted(group)}"]
-        hydra_overrides = [
-            override for override in self.config.hydra.overrides.hydra if not override.startswith(SWEEP_OVERRIDES)
-        ]
+        hydra = [line for line in self.config.hydra.overrides.hydra if not line.startswith(SWEEP_OVERRIDES)]
+        hydra += ["hydra.mode=RUN", f"hydra.run.dir={quoted(str(job.folder))}"]
+        added = ["resume=auto", f"tracking.group={quoted(self.group())}"]
         job.folder.mkdir(parents=True, exist_ok=True)
         with (job.folder / CONSOLE).open("ab") as console:
             return subprocess.Popen(
-                [sys.executable, sys.argv[0], *without(job.overrides, ["tracking.group"]), *hydra_overrides, *added],
+                [sys.executable, sys.argv[0], *without(job.overrides, ["tracking.group"]), *hydra, *added],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
@@ -190,26 +250,23 @@ class ProcessLauncher(Launcher):
         gpu = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
         return {"OMP_NUM_THREADS": str(self.threads), **os.environ, **gpu}
 
-    def job(self, number: int, overrides: Sequence[str], folder: Path) -> Job:
-        """The job that Hydra composes from `overrides`."""
-        return job_of(self.loader.load_sweep_config(self.config, list(overrides)), number, overrides, folder)
-
-    def folder(self, wanted: Sequence[Sequence[str]], resume: bool) -> Path:
-        """hydra.sweep.dir; with resume=auto, the newest earlier sweep of the same jobs where there is one."""
-        fresh = Path(self.config.hydra.sweep.dir)
-        earlier = newest_sweep_of(fresh, wanted) if resume and not read_manifest(fresh) else None
-        if earlier is None:
-            return fresh
-        (fresh / "multirun.yaml").unlink(missing_ok=True)  # Hydra has made the folder already
-        for empty in (fresh, fresh.parent):
-            if empty.is_dir() and not any(empty.iterdir()):
-                empty.rmdir()
-        return earlier
-
-    def group(self, folder: Path) -> str:
-        """The W&B group that the runs share: the experiment, and when the sweep was started."""
+    def group(self) -> str:
+        """The W&B group that the runs share: tracking.group, or the experiment and when the sweep was started."""
         experiment = self.config.hydra.runtime.choices.get("experiment") or "sweep"
-        return "-".join([experiment, *folder.parts[-2:]])
+        return self.config.tracking.group or "-".join([experiment, *Path(self.config.hydra.sweep.dir).parts[-2:]])
+
+
+def continuing(overrides: Sequence[str], folder: Path) -> list[str]:
+    """The override with which resume=auto continues the newest sweep of the same command; none where there is none.
+
+    folder  of a new sweep. Raises SweepError where `resume` names a run.
+    """
+    resume = [line for line in overrides if line.startswith("resume=") and line != "resume=null"]
+    if resume and resume != ["resume=auto"]:
+        raise SweepError(f"{resume[0]} continues one run; use resume=auto or hydra.sweep.dir=<folder> for a sweep.")
+    new = resume and not any(line.startswith("hydra.sweep.dir=") for line in overrides)
+    newest = newest_sweep(overrides, folder) if new else None
+    return [] if newest is None else [f"hydra.sweep.dir={quoted(str(newest))}"]
 
 
 def job_of(composed: DictConfig, number: int, overrides: Sequence[str], folder: Path) -> Job:
@@ -218,37 +275,9 @@ def job_of(composed: DictConfig, number: int, overrides: Sequence[str], folder: 
     arena = composed.arena
     may_diverge = composed.attention.ablate.name != "none" or arena.arm is not None
     size = f", {arena.size} layers" if arena.size else ""
-    name = f"{arena.arm}{size}, seed {composed.seed}" if arena.arm else ""
-    if arena.stage == LR:
-        name += f", optimizer.lr={composed.optimizer.lr:g}"
-    run_folder = folder / str(composed.hydra.sweep.subdir)
-    return Job(number, tuple(overrides), run_folder, composed.training.steps, may_diverge, name)
-
-
-def report_outcome(
-    jobs: list[Job], folder: Path, progress: SweepProgress, number: int, last: bool = True
-) -> list[JobReturn]:
-    """Report the outcome of the jobs and the next command; exit unless all of them are done.
-
-    last  whether no other jobs follow; else there is nothing to report where all went well
-    """
-    left = [job for job in jobs if not (job.done or shorter_out_of_memory(job, jobs))]
-    if not (last or left or number):
-        return [job_return(job) for job in jobs]
-    progress.table()
-    again = [a for a in sys.argv if not a.startswith(("hydra.sweep.dir=", "resume="))]
-    command = shlex.join(["python", *again, f"hydra.sweep.dir={folder}"])
-    if number:
-        progress.print(f"Stopped with {len(left)} of {len(jobs)} jobs left. Continue with:\n  {command}")
-        sys.exit(128 + number)
-    for job in left:
-        progress.print(f"error: job {job.number} ({distinct_overrides(jobs)[job.number]}): {progress.reason(job)}")
-    if left:
-        progress.print(f"{len(left)} of {len(jobs)} jobs failed; run those again with:\n  {command}")
-    progress.print(f"Compare the runs with:\n  python compare.py {shlex.quote(str(folder))}")
-    if left:
-        sys.exit(1)
-    return [job_return(job) for job in jobs]
+    rate = f", optimizer.lr={composed.optimizer.lr:g}" if arena.stage == LR else ""
+    name = f"{arena.arm}{size}, seed {composed.seed}{rate}" if arena.arm else ""
+    return Job(number, tuple(overrides), folder / str(composed.hydra.sweep.subdir), may_diverge, name)
 
 
 def job_return(job: Job) -> JobReturn:
@@ -260,24 +289,18 @@ def job_return(job: Job) -> JobReturn:
 
 def chosen_devices(gpus: Any, jobs: int = 1) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES for each job that may run at once; None leaves it unchanged. Raises SweepError."""
-    if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1:
-        raise SweepError(f"hydra.launcher.jobs={jobs} must be a whole number from 1 on: the jobs that run at once.")
+    if jobs < 1 or (gpus is not None and jobs > 1):
+        raise SweepError(f"hydra.launcher.jobs={jobs} must be at least 1, and 1 with hydra.launcher.gpus={gpus}.")
     if gpus is None:
         return [None] * jobs
-    if jobs > 1:
-        raise SweepError(f"hydra.launcher.jobs={jobs} is for jobs that share devices; leave it or gpus={gpus} out.")
     import torch  # imported here, because tab completion reads this file too, and importing torch takes too long for it
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     count = torch.cuda.device_count()
-    numbers = range(count) if gpus == "all" else gpus
-    if (
-        isinstance(numbers, int | str)
-        or not len(numbers)
-        or not all(isinstance(n, int) and 0 <= n < count for n in numbers)
-    ):
-        there = f"the {count} GPUs that torch finds here are 0 to {count - 1}" if count else "torch finds no GPU here"
-        raise SweepError(f"hydra.launcher.gpus={gpus} must be all, or a list such as [0,1]; {there}.")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    numbers = list(range(count)) if gpus == "all" else gpus
+    if isinstance(numbers, int) or not numbers or not set(numbers) <= set(range(count)):
+        found = f"the {count} GPUs that torch finds are 0 to {count - 1}" if count else "torch finds no GPU"
+        raise SweepError(f"hydra.launcher.gpus={gpus} must be all, or a list such as [0,1]; {found}.")
     return [visible[n] for n in numbers]
 
 

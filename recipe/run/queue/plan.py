@@ -156,39 +156,36 @@ def new_plan(
     )
 
 
-def continued(plan: Plan, wanted: Plan, folder: Path) -> Plan:
-    """The plan in `folder` where the command line asks for `wanted`: the same, or the same with more seeds.
+def continued(plan: Plan, new: Plan, folder: Path) -> Plan:
+    """The plan in `folder` where the command line asks for a `new` one: the same, or the same with more seeds.
 
     Raises PlanError where anything else differs.
     """
     for name in ("arms", "baseline", "common", "first_seed", "margin", "planned_looks", "lr", "lr_seeds", "sizes"):
-        then, new = plain(getattr(plan, name)), plain(getattr(wanted, name))
-        if then != new:
+        if (before := getattr(plan, name)) != (now := getattr(new, name)):
             raise PlanError(
-                f"{folder / FILE} was written before the first run, and its {_override(name)} is {_shown(then)} "
-                f"instead of {_shown(new)}; repeat the sweep's overrides, or name another folder with hydra.sweep.dir."
+                f"{folder / FILE} was written before the first run, and its {name.removeprefix('planned_')} is "
+                f"{before} instead of {now}; repeat the sweep's overrides, or name another folder with hydra.sweep.dir."
             )
-    seeds = wanted.looks[-1].seeds
-    if seeds < plan.looks[-1].seeds:
+    before, now = plan.looks[-1].seeds, new.looks[-1].seeds
+    if now < before:
         raise PlanError(
-            f"arena.seeds={seeds} is fewer than the {plan.looks[-1].seeds} that {folder / FILE} plans; set that many, "
-            "or more to add some."
+            f"arena.seeds={now} is fewer than the {before} that {folder / FILE} plans; set that many, or more to add "
+            "some."
         )
-    if seeds == plan.looks[-1].seeds:
-        return plan
-    return replace(plan, looks=[*plan.looks, wanted.looks[-1]])
+    return plan if now == before else replace(plan, looks=[*plan.looks, new.looks[-1]])
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
     """Write arena.json, with its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"format": FORMAT, **plain(asdict(plan))}
+    content = {"format": FORMAT, **asdict(plan)}
     write_atomically(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_plan(folder: Path) -> Plan | None:
     """The plan in a sweep's folder; None where there is none. Raises PlanError for one that cannot be read."""
-    path, types = folder / FILE, get_type_hints(Plan) | {"looks": list[dict[str, Any]]}
+    path = folder / FILE
     try:
         content = read_json(path)
     except FileNotFoundError:
@@ -202,38 +199,21 @@ def read_plan(folder: Path) -> Plan | None:
             "that started the sweep, or start anew."
         )
     content = {"sizes": {}, **content}  # which older plans lack
-    for name, kind in types.items():
-        if not _is(content.get(name), kind):
-            raise damaged(path, name)
-    looks, sizes, arms = content["looks"], content["sizes"], content["arms"]
-    if not looks or not all(
-        isinstance(look.get("seeds"), int) and isinstance(look.get("planned"), str) for look in looks
-    ):
-        raise damaged(path, "looks")
-    if content["baseline"] not in arms or content["lr"].keys() != arms.keys():
-        raise damaged(path, "arms")
-    if not all(size.isdecimal() and of_arm.keys() == arms.keys() for size, of_arm in sizes.items()):
-        raise damaged(path, "sizes")
+    types = get_type_hints(Plan) | {"looks": list[dict[str, Any]]}
+    wrong = [name for name, kind in types.items() if not _is(content.get(name), kind)]
+    if not wrong:
+        looks, arms = content["looks"], content["arms"].keys()
+        wrong += [] if looks and all(_is_look(look) for look in looks) else ["looks"]
+        wrong += [] if content["baseline"] in arms and content["lr"].keys() == arms else ["arms"]
+        sized = all(size.isdecimal() and of_arm.keys() == arms for size, of_arm in content["sizes"].items())
+        wrong += [] if sized else ["sizes"]
+    if wrong:
+        raise PlanError(f"{path} is damaged ({wrong[0]}); put the file back, or start anew.")
     return Plan(**{name: content[name] for name in types} | {"looks": [Look(x["seeds"], x["planned"]) for x in looks]})
 
 
-def damaged(path: Path, name: str) -> PlanError:
-    """The error of a plan with an impossible field."""
-    return PlanError(f"{path} is damaged ({name}); put the file back, or start anew.")
-
-
-def newest_like(wanted: Plan, beside: Path) -> Path | None:
-    """The newest sweep folder (multirun/<date>/<time>) beside `beside` whose plan is the wanted one or its start."""
-    sweeps = sorted(beside.parent.parent.glob(f"*/*/{FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in sweeps:
-        try:
-            plan = read_plan(path.parent)
-            if plan is not None:
-                continued(plan, wanted, path.parent)
-                return path.parent
-        except PlanError:
-            continue
-    return None
+def _is_look(look: dict[str, Any]) -> bool:
+    return isinstance(look.get("seeds"), int) and isinstance(look.get("planned"), str)
 
 
 def _is(value: Any, kind: Any) -> bool:
@@ -246,19 +226,3 @@ def _is(value: Any, kind: Any) -> bool:
     if get_origin(kind) is UnionType:
         return any(_is(value, one) for one in of)
     return kind is Any or isinstance(value, int | float if kind is float else kind)
-
-
-def plain(value: Any) -> Any:
-    """The value as JSON reads it back."""
-    return json.loads(json.dumps(value))
-
-
-def _override(name: str) -> str:
-    names = {"common": "list of overrides", "planned_looks": "arena.looks", "lr": "list of learning rates"}
-    return names.get(name, f"arena.{name}")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return "; ".join(f"{key}: {_shown(item)}" for key, item in value.items())
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -2,18 +2,19 @@
 
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from recipe.run.meters import StepMeter
+from recipe.run.meters import Clock, StepMeter
 from recipe.run.peaks import describe_peak, peak_flops, product_precision, utilisation
 
 CPU = torch.device("cpu")
 
 
-class Script:
+class Script(Clock):
     """A clock that reads the given seconds, one after the other."""
 
     def __init__(self, seconds: Iterable[float]) -> None:
@@ -51,13 +52,7 @@ def test_utilisation_is_flops_done_over_flops_possible() -> None:
     [
         ("NVIDIA H200", "bf16", 989.4),
         ("NVIDIA H100 80GB HBM3", "fp16", 989.4),
-        ("NVIDIA H100 PCIe", "bf16", 756),
-        ("NVIDIA H100 NVL", "tf32", 417.5),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
         ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
-        ("NVIDIA B200", "bf16", 2250),
-        ("NVIDIA L4", "bf16", 121),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
         ("Tesla V100-SXM2-16GB", "fp16", 125),
     ],
 )
@@ -100,7 +95,7 @@ def test_an_interval_reports_means_and_the_run_medians() -> None:
     assert first["throughput/tokens_per_s"] == pytest.approx(1000 / 1.5)
     take_steps(meter, 2)
     assert meter.interval()["throughput/step_ms"] == pytest.approx(5500)
-    assert meter.interval() == {}, "an interval without a step has nothing to report"
+    assert "throughput/step_ms" not in meter.interval(), "an interval without a step has no time to report"
     assert meter.medians()["throughput/step_ms"] == pytest.approx(1500)
     assert meter.medians()["throughput/tokens_per_s"] == pytest.approx(1000 / 1.5)
 
@@ -117,13 +112,13 @@ def test_mfu_counts_attention_whole_and_causal(monkeypatch: pytest.MonkeyPatch) 
 def test_mfu_is_absent_on_an_unknown_device() -> None:
     meter = scripted([0, 1])
     take_steps(meter, 1)
-    assert set(meter.interval()) == {"throughput/tokens_per_s", "throughput/step_ms", "throughput/data_ms"}
+    assert not [name for name in meter.interval() if "mfu" in name]
 
 
 def test_warm_up_steps_are_not_counted() -> None:
     meter = scripted([0, 60, 70, 71], warmup_steps=2)
     take_steps(meter, 2)
-    assert meter.interval() == {}
+    assert "throughput/step_ms" not in meter.interval()
     assert meter.medians() == {}
     take_steps(meter, 1)
     assert meter.interval()["throughput/step_ms"] == pytest.approx(1000)
@@ -155,10 +150,9 @@ def test_a_step_with_a_pause_inside_is_left_out() -> None:
 
 
 def test_the_clock_is_read_at_the_end_of_an_interval_only() -> None:
-    clock = Script(range(100))
-    meter = StepMeter(
-        CPU, tokens_per_step=1, flops_per_token_full=1, flops_per_token_causal=1, precision="bf16", clock=clock
-    )
+    meter = scripted(range(100), warmup_steps=3)
+    clock = meter.clock
+    assert isinstance(clock, Script)
     take_steps(meter, 50)
     assert clock.reads == 0
     meter.interval()
@@ -168,14 +162,8 @@ def test_the_clock_is_read_at_the_end_of_an_interval_only() -> None:
 
 
 def test_on_a_cpu_a_step_lasts_as_long_as_its_work_and_its_wait_for_data() -> None:
-    meter = StepMeter(
-        CPU,
-        tokens_per_step=100,
-        flops_per_token_full=1,
-        flops_per_token_causal=1,
-        precision="fp32",
-        warmup_steps=0,
-    )
+    work: dict[str, Any] = {"tokens_per_step": 100, "flops_per_token_full": 1, "flops_per_token_causal": 1}
+    meter = StepMeter(CPU, precision="fp32", warmup_steps=0, **work)
     for _ in range(3):
         meter.step_start()
         for _ in range(2):
@@ -188,4 +176,12 @@ def test_on_a_cpu_a_step_lasts_as_long_as_its_work_and_its_wait_for_data() -> No
     assert metrics["throughput/data_ms"] >= 20
     assert metrics["throughput/step_ms"] >= metrics["throughput/data_ms"] + 30
     assert metrics["throughput/tokens_per_s"] == pytest.approx(100 / (metrics["throughput/step_ms"] / 1e3))
-    assert meter.peaks() == {}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says there what a process has used")
+def test_on_a_cpu_the_memory_is_the_process_at_its_peak() -> None:
+    meter = scripted([])
+    memory = meter.interval()["memory/peak_allocated_gib"]
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    assert memory * 2**20 == pytest.approx(int(line.split()[1]), rel=0.01)
+    assert meter.peaks() == {"memory/peak_allocated_gib": memory}

@@ -16,7 +16,6 @@ import yaml
 from recipe.compare.runs import find_runs
 from recipe.run import compose
 from recipe.run.config import Config, ConfigError, as_plain
-from recipe.run.queue.jobs import recorded_group
 from recipe.run.recorded import MOST_REFERENCES, read_config
 from recipe.run.resume import recorded_overrides, resumed
 from recipe.run.run_folder import write_recorded
@@ -191,12 +190,6 @@ def test_a_configuration_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     assert as_plain(read_config(tmp_path)) == as_plain(config)
     assert "${" not in (tmp_path / ".hydra" / "config.yaml").read_text()
     assert yaml.safe_load((tmp_path / ".hydra" / "overrides.yaml").read_text()) == overrides
-
-
-@pytest.mark.parametrize("group", ["${oc.env:HOME}", ["a"], None])
-def test_a_sweeps_manifest_names_its_group_in_plain_text(tmp_path: Path, group: object) -> None:
-    (tmp_path / "sweep.json").write_text(yaml.safe_dump({"group": group}, default_flow_style=True))
-    assert recorded_group(tmp_path) is None
 
 
 def test_a_removed_option_is_ignored_at_its_default_and_refused_else(run: Path) -> None:

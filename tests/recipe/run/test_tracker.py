@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from recipe.compare.runs import read_run
 from recipe.run.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.run.progress import ProgressLine, count, remaining_seconds
 from recipe.run.summary import draw_loss_curve, environment, git_state, write_summary
@@ -99,6 +100,19 @@ def test_whole_lines_are_read_from_a_damaged_file(tmp_path: Path) -> None:
     path.write_bytes(b'{"step": 1, "a": 1}\n\xff\xfe\n[1]\n{"a": 2}\nnull\n{"step": 3, "a": 3}\n{"step": 4, "a')
     assert read_metrics(path) == [{"step": 1, "a": 1}, {"step": 3, "a": 3}]
     assert read_metrics(tmp_path / "nowhere") == []
+
+
+def test_damaged_lines_are_named_and_put_aside_when_a_run_is_resumed(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xff\xfe\n{"step": 2}\n[1]\n{"step": 3}\n{"step": 4, "tr')
+    for _ in range(2):
+        with track(tmp_path, resume_step=3):
+            pass
+    assert [strict(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"\xff\xfe\n[1]\n", "half a last line is not damage"
+    assert capsys.readouterr().out.count("warning: these lines of") == 1
+    (note,) = [note for note in read_run(tmp_path).notes if "damaged" in note]
+    assert note.endswith("they are in metrics.damaged.jsonl.")
 
 
 def test_lines_reach_the_disk_within_half_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

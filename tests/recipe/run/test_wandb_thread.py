@@ -15,6 +15,7 @@ import pytest
 
 from recipe.run import process
 from recipe.run import tracker as tracking
+from recipe.run.queue.jobs import Job, write_manifest
 from recipe.run.tracker import Tracker, TrackingConfig, TrackingMode
 
 ROOT = Path(__file__).parents[3]
@@ -87,7 +88,7 @@ def test_wandb_holds_what_the_run_folder_holds(tmp_path: Path, wandb: StandIn, c
     (options,) = wandb.of("init")
     assert (options["mode"], options["project"], options["group"]) == ("offline", "p", "g")
     assert (options["dir"], options["name"]) == (str(run), f"{tmp_path.name}/run")
-    assert options["config"] == {"seed": 1, "git": "c"}
+    assert (options["config"], options["tags"]) == ({"seed": 1, "git": "c"}, [])
     assert repr(wandb.of("log")) == repr(
         [
             (0, {"val/loss": 3.0}),
@@ -104,6 +105,16 @@ def test_wandb_holds_what_the_run_folder_holds(tmp_path: Path, wandb: StandIn, c
     assert wandb.of("init")[1] == options, "the same run"
     assert [step for step, _ in wandb.of("log")] == [0, 2, 2] * 2, "an offline folder is complete by itself"
     assert wandb.summary["summary"]["eval"] == {"quiz": {"acc": 0.5}}
+
+
+def test_the_names_and_tags_in_wandb_tell_the_runs_of_a_sweep_apart(tmp_path: Path, wandb: StandIn) -> None:
+    swept = [["experiment=wall", f"attention={name}", f"seq_len={n}"] for name in ("naive", "tiled") for n in (64, 128)]
+    write_manifest(tmp_path, [Job(n, tuple(lines), tmp_path / str(n)) for n, lines in enumerate(swept)], [])
+    parts = {"attention": {"name": "tiled"}, "score": {"name": "causal"}, "model": {"name": "tiny"}}
+    with Tracker(tmp_path / "3", TrackingConfig(), run_config=parts, steps=1) as tracker:
+        tracker.finish({})
+    (options,) = wandb.of("init")
+    assert (options["name"], options["tags"]) == ("3 tiled seq_len=128", ["tiled", "causal", "tiny"])
 
 
 def test_without_its_server_wandb_records_offline_and_says_so(tmp_path: Path, wandb: StandIn, capsys: Any) -> None:

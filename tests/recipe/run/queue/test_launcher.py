@@ -14,15 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from filelock import FileLock
 from omegaconf import OmegaConf
 
 from attention import Ablation
-from recipe.run.queue.jobs import Job, SweepError, distinct_overrides, recorded_overrides
-from recipe.run.queue.launcher import ProcessLauncher, chosen_devices
+from recipe.run.queue.jobs import Job, SweepError, names_of, recorded_overrides
+from recipe.run.queue.launcher import ProcessLauncher, chosen_devices, continuing
 from recipe.run.run_folder import StillRunning
 
 JOB = """
@@ -80,11 +79,15 @@ def sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
     script = here / "train.py"
     script.write_text(JOB)
 
-    def run(jobs: Sequence[str], name: str = "10-00-00", devices: list[str | None] | None = None) -> list:
-        monkeypatch.setattr(sys, "argv", ["train.py", "-m", "experiment=wall"])
+    def run(
+        jobs: Sequence[str],
+        name: str = "10-00-00",
+        devices: list[str | None] | None = None,
+        command: Sequence[str] = ("-m", "experiment=wall"),
+    ) -> list:
+        monkeypatch.setattr(sys, "argv", ["train.py", *command])
         folder = here / "multirun" / "2026-11-20" / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "multirun.yaml").touch()  # as Hydra's sweeper has done by then
         config = OmegaConf.create(
             {
                 "hydra": {
@@ -94,7 +97,6 @@ def sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
                     "runtime": {"choices": {"experiment": "wall"}},
                 },
                 "tracking": {"group": None},
-                "training": {"steps": 10},
                 "attention": {"ablate": Ablation.none},
                 "arena": {"arm": None, "stage": None, "size": None},
                 "optimizer": {"lr": 0.003},
@@ -162,23 +164,16 @@ def test_a_sweep_started_again_repeats_only_what_is_not_done(sweep, tmp_path, ca
     assert "3 jobs, 2 of them done already" in capsys.readouterr().out
 
 
-def test_resume_auto_continues_the_newest_sweep_of_the_same_jobs(sweep, tmp_path):
-    sweep(["kind=completes seed=1"], name="10-00-00")
-    sweep(["kind=completes seed=1"], name="11-00-00")
-    sweep(["kind=completes seed=2"], name="12-00-00")
-    folders = tmp_path / "multirun" / "2026-11-20"
-    (folders / "11-00-00" / "0" / "summary.json").unlink()
-    sweep(["kind=completes seed=1 resume=auto"], name="13-00-00")
-    assert sorted(path.name for path in folders.iterdir()) == ["10-00-00", "11-00-00", "12-00-00"]
-    assert (folders / "11-00-00" / "0" / "summary.json").exists()
-    (call,) = calls(tmp_path, 0, name="11-00-00")  # nothing was saved, so it started from the beginning
-    assert call["argv"].count("resume=auto") == 1
-    assert "tracking.group='wall-2026-11-20-11-00-00'" in call["argv"]
-
-
-def test_resume_auto_without_an_earlier_sweep_starts_one(sweep, tmp_path):
-    sweep(["kind=completes seed=1 resume=auto"], name="13-00-00")
-    assert len(calls(tmp_path, 0, name="13-00-00")) == 1
+def test_resume_auto_continues_the_newest_sweep_of_the_same_command(sweep, here):
+    for name, seed in (("10-00-00", 1), ("11-00-00", 1), ("12-00-00", 2)):
+        sweep(["kind=completes"], name=name, command=["-m", f"seed={seed}", "hydra/launcher=gpus"])
+        os.utime(here / "multirun" / "2026-11-20" / name / "sweep.json", (seed, int(name[:2])))
+    fresh = Path("multirun/2026-11-20/13-00-00")
+    assert continuing(["seed=1", "resume=auto"], fresh) == ["hydra.sweep.dir='multirun/2026-11-20/11-00-00'"]
+    for fresh_one in (["seed=1"], ["seed=3", "resume=auto"], ["seed=1", "resume=auto", "hydra.sweep.dir=mine"]):
+        assert continuing(fresh_one, fresh) == []
+    with pytest.raises(SweepError, match="resume=run continues one run; use resume=auto"):
+        continuing(["seed=1", "resume=run"], fresh)
 
 
 def test_a_folder_with_another_job_is_left_alone(sweep, tmp_path):
@@ -196,13 +191,6 @@ def test_a_job_that_another_sweep_is_running_is_left_alone(sweep, tmp_path):
     with FileLock(folder / ".lock"), pytest.raises(StillRunning, match="still running"):
         sweep(["kind=completes"])
     assert len(calls(tmp_path, 0)) == 1
-
-
-def test_out_of_memory_is_a_result_and_spares_longer_sequences(sweep, tmp_path, capsys):
-    lengths = [f"kind={kind} seq_len={n}" for kind in ("large", "small") for n in (256, 512, 1024, 2048)]
-    sweep(lengths)
-    assert [len(calls(tmp_path, job)) for job in range(8)] == [1, 1, 0, 0, 1, 1, 1, 1]
-    assert "skipped, because job 1 ran out of memory" in capsys.readouterr().out
 
 
 def test_a_loss_that_breaks_is_a_failure_unless_a_line_was_left_out(sweep):
@@ -247,12 +235,9 @@ def test_jobs_on_a_cpu_run_at_once_and_share_the_cores_that_the_sweep_may_use(sw
     sweep([f"kind=completes seed={seed}" for seed in range(2)], devices=chosen_devices(None, jobs=3))
     assert [calls(tmp_path, job)[0]["threads"] for job in range(2)] == ["3", "3"]
     sweep([f"kind=meets seed={seed}" for seed in range(2)], name="11-00-00", devices=chosen_devices(None, jobs=2))
-    wrongs: list[Any] = [0, 1.5, True]
-    for wrong in wrongs:
-        with pytest.raises(SweepError, match="must be a whole number from 1 on"):
-            chosen_devices(None, jobs=wrong)
-    with pytest.raises(SweepError, match="leave it or gpus=all out"):
-        chosen_devices("all", jobs=2)
+    for gpus, jobs in ((None, 0), ("all", 2)):
+        with pytest.raises(SweepError, match="must be at least 1, and 1 with hydra"):
+            chosen_devices(gpus, jobs)
 
 
 def test_gpus_are_those_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch):
@@ -267,19 +252,14 @@ def test_gpus_are_those_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch)
             chosen_devices(wrong)
 
 
-def test_jobs_are_named_by_what_distinguishes_them_and_equal_ones_are_counted():
+def test_jobs_are_named_by_what_distinguishes_them():
     def named(*jobs: str) -> list[str]:
-        return list(distinct_overrides([Job(n, tuple(x.split()), Path(), 1) for n, x in enumerate(jobs)]).values())
+        return list(names_of([Job(n, tuple(x.split()), Path()) for n, x in enumerate(jobs)]).values())
 
     assert named("a=1 seed=1", "a=1 seed=2") == ["seed=1", "seed=2"]
-    assert named("a=1 seed=1", "a=1 seed=1", "a=1 seed=1") == [
-        "a=1 seed=1",
-        "a=1 seed=1, repeat 1",
-        "a=1 seed=1, repeat 2",
-    ]
-    assert named("a=1 seed=1", "a=2 seed=1", "a=1 seed=1") == ["a=1", "a=2", "a=1, repeat 1"]
+    assert named("attention=tiled a=1", "attention=naive a=1") == ["tiled", "naive"]
+    assert named("a=1 seed=1", "a=1 seed=1") == ["a=1 seed=1", "a=1 seed=1"]
     assert named("a=1") == ["a=1"]
-    assert named("") == ["the only job"]
 
 
 def test_overrides_are_read_back_without_what_the_launcher_added(tmp_path: Path):

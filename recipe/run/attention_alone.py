@@ -1,7 +1,10 @@
-"""The memory that one layer's attention allocates."""
+"""The time and the memory of the attention alone, without the model around it."""
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -9,8 +12,9 @@ from torch import Tensor
 
 from attention import Attention, AttentionShape, DropoutKey, Layout, Score, documents
 from attention.check.memory import AllocationMeter
-from attention.formula.call import reach_of
-from attention.formula.rules import least_sizes
+
+SECONDS = 0.3  # to measure each score
+FEWEST = 3  # passes
 
 
 def forward_backward(attend: Attention, shape: AttentionShape, score: Score, B: int, T: int) -> Callable[[], None]:
@@ -26,10 +30,8 @@ def forward_backward(attend: Attention, shape: AttentionShape, score: Score, B: 
 
     q, k, v = random(shape.n_heads), random(shape.n_kv_heads), random(shape.n_kv_heads)
     do = torch.ones_like(q)
-    sizes = {tensor.name: [shape.n_heads] for tensor in score.head_tensors if tensor.learned}
-    if score.formula is not None:
-        sizes |= least_sizes(str(score.formula), reach_of(score, Layout(), T, T, shape.n_heads))
-    tensors = {name: torch.zeros(size, device=shape.device, requires_grad=True) for name, size in sizes.items()}
+    learned = [tensor.name for tensor in score.head_tensors if tensor.learned]
+    tensors = {name: torch.zeros(shape.n_heads, device=shape.device, requires_grad=True) for name in learned}
     starts = torch.zeros(B, T, dtype=torch.int32, device=shape.device)
     layout = documents(starts) if shape.documents else Layout()
     key = DropoutKey(seed=0, step=0, layer=0, first_sequence=0)
@@ -52,3 +54,27 @@ def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> 
     with meter:
         run()
     return meter.peak
+
+
+def attention_ms(
+    attend: Attention, shape: AttentionShape, B: int, T: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Milliseconds that the attention of all layers takes, forward and backward, over B sequences of T tokens: for each
+    layer's score the median of some passes after the first."""
+    total = 0.0
+    for score, layers in Counter(shape.scores).items():
+        run, passes = forward_backward(attend, shape, score, B, T), list[float]()
+        run()  # allocates, compiles, and waits for the device's earlier work
+        while len(passes) < FEWEST or sum(passes) < SECONDS:
+            _wait(shape.device)
+            start = clock()
+            run()
+            _wait(shape.device)
+            passes.append(clock() - start)
+        total += layers * statistics.median(passes)
+    return 1e3 * total
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,15 +1,19 @@
-"""The meter of the memory of an attention's tensors."""
+"""The memory and the time of the attention alone."""
 
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from attention import AttentionConfig, AttentionShape, build_attention
+from attention import AttentionConfig, AttentionOutput, AttentionShape, Score, build_attention
 from attention.check.memory import AllocationMeter
-from recipe.run.attention_memory import attention_peak
+from attention.interface import Call
+from attention.naive import NaiveAttention
+from recipe.run.attention_alone import attention_ms, attention_peak
 from recipe.training.memory import cpu_memory_limit
 
 SHAPE = AttentionShape(head_dim=16, n_heads=2, n_kv_heads=2, dtype=torch.float32, device=torch.device("cpu"))
@@ -50,10 +54,6 @@ def test_naive_holds_its_scores_and_their_gradient():
     assert 3 * scores < peak("naive", 256) < 8 * scores
 
 
-def test_sequences_add_up():
-    assert peak("naive", 64, B=3) == pytest.approx(3 * peak("naive", 64), rel=0.05)
-
-
 def test_generators_are_left_alone():
     state = torch.get_rng_state()
     peak("naive", 64, dropout=0.1)
@@ -67,3 +67,25 @@ def test_a_memory_limit_on_a_cpu_holds_during_the_block_and_not_afterwards():
             torch.empty(20 * 2**30, dtype=torch.uint8)
         torch.empty(2**20, dtype=torch.uint8)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+@pytest.mark.parametrize("score", [Score(), Score(window=4), Score(alibi=True), Score(sinks=True)])
+def test_every_score_can_be_timed(score: Score) -> None:
+    assert attention_ms(build_attention(AttentionConfig()), replace(SHAPE, scores=(score,)), 1, 16) > 0
+
+
+def test_the_layers_add_up_and_the_first_pass_does_not_count() -> None:
+    now, calls = 0.0, []
+
+    class Slow(NaiveAttention):
+        """Takes half a second for the first pass of a score, then 0.15 s with a window and 0.1 s without."""
+
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+            nonlocal now
+            calls.append(call.spec.score)
+            now += 0.5 if calls.count(call.spec.score) == 1 else 0.15 if call.spec.score.window else 0.1
+            return super().attend(q, k, v, call)
+
+    near, far = Score(window=4), Score()
+    measured = attention_ms(Slow(AttentionConfig()), replace(SHAPE, scores=(far, near, far)), 1, 16, clock=lambda: now)
+    assert measured == pytest.approx(2 * 100 + 150)
