@@ -32,7 +32,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from recipe.run import process
 
@@ -47,21 +46,13 @@ from data.options import DataConfig, Documents
 from data.tasks import TASKS
 from recipe.distributed.world import World
 from recipe.infer.evaluation.harness import run_tasks
-from recipe.infer.evaluation.models import LanguageModel
-from recipe.infer.evaluation.probes import (
-    Measured,
-    as_table,
-    check_length,
-    limits,
-    probe_names,
-    run_probes,
-)
-from recipe.infer.evaluation.results import Results, record, show
-from recipe.infer.evaluation.scorer import Scorer
+from recipe.infer.evaluation.probes import check_length, limits, probe_names, run_probes
+from recipe.infer.evaluation.results import Measured, record, show
+from recipe.infer.evaluation.scorer import LanguageModel, Scorer
 from recipe.infer.evaluation.tasks import run_file
-from recipe.infer.evaluation.text import measure, tokenised, validation_text
+from recipe.infer.evaluation.text import Text, measure, tokenised, validation_text
 from recipe.infer.huggingface.starting import is_folder
-from recipe.infer.trained import Loaded, ModelChoice, Trained, load_any, load_trained
+from recipe.infer.trained import Loaded, ModelChoice, Trained, load_any, of_text
 from recipe.run.arguments import parse as key_values
 from recipe.run.compose import compose_right, expand_home, to_config
 from recipe.run.config import ConfigError
@@ -89,20 +80,22 @@ class EvaluateConfig(ModelChoice):
     seq_len: int | None = None
     batch: int = 16
 
+    def task_names(self) -> list[str]:
+        """The tasks that are asked for."""
+        return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
+
 
 def parse(arguments: list[str]) -> tuple[EvaluateConfig, DataConfig | None]:
-    """The typed arguments, and the corpus if one is given. Raises UserError."""
+    """The typed arguments, and the corpus if one is chosen. Raises UserError."""
     of_data = [a for a in map(expand_home, arguments) if a.partition("=")[0].split(".")[0] == "data"]
     others = [a for a in arguments if a.partition("=")[0].split(".")[0] != "data"]
     config = key_values(others, EvaluateConfig, "eval.py", verbatim=("run", "tasks", "probes"))
     if not config.run:
         raise ConfigError("run=<folder> is missing; name a run folder, or one in Hugging Face's format.")
-    for name in ("batch", "limit", "seq_len"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1.")
-    if config.shots is not None and config.shots < 0:
-        raise ConfigError(f"shots={config.shots} must be at least 0.")
-    names = task_names(config)
+    for name, least in {"batch": 1, "limit": 1, "seq_len": 1, "shots": 0}.items():
+        if (value := getattr(config, name)) is not None and value < least:
+            raise ConfigError(f"{name}={value} must be at least {least}.")
+    names = config.task_names()
     files = [Path(name).stem for name in names if name.endswith(".jsonl")]
     if config.tasks is not None and not names:
         raise ConfigError(f"tasks={config.tasks} names no task; name one, or leave it out to measure a text.")
@@ -124,15 +117,9 @@ def check_probes(config: EvaluateConfig, of_data: list[str]) -> None:
     names = probe_names(config.probes or "")
     if config.tasks is not None:
         raise ConfigError(f"tasks={config.tasks} and probes={config.probes} are two measurements; make one at a time.")
-    if config.batch != EvaluateConfig.batch:
-        raise ConfigError(f"batch={config.batch} has no effect on probes; leave it out.")
-    if of_data and PositionLoss.name not in names:
-        raise ConfigError(f"{of_data[0]} has no effect on probes={config.probes}, which measure no text; leave it out.")
-
-
-def task_names(config: EvaluateConfig) -> list[str]:
-    """The tasks that are asked for."""
-    return [name.strip() for name in (config.tasks or "").split(",") if name.strip()]
+    idle = [f"batch={config.batch}"] if config.batch != EvaluateConfig.batch else []
+    for argument in idle + ([] if PositionLoss.name in names else of_data[:1]):
+        raise ConfigError(f"{argument} has no effect on probes={config.probes}; leave it out.")
 
 
 def corpus_config(overrides: list[str]) -> DataConfig:
@@ -162,48 +149,62 @@ def corpus_config(overrides: list[str]) -> DataConfig:
     return data
 
 
-def open_model(config: EvaluateConfig, run: Path, data: DataConfig | None) -> tuple[LanguageModel, Trained | None]:
-    """The model in a folder and, if it is a run folder, the run's description of it. Raises UserError."""
-    trained = load_trained(run, config, config.seq_len, documents=data is not None or config.tasks is None)
-    return LanguageModel(trained, config.seq_len), None if is_folder(run) else trained
-
-
-def results(
-    config: EvaluateConfig, data: DataConfig | None, model: LanguageModel, trained: Trained | None
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each measurement, by its name."""
-    scorer, names = Scorer(model, config.batch), task_names(config)
+def texts_and_tasks(config: EvaluateConfig, data: DataConfig | None, loaded: Loaded) -> Iterator[Measured]:
+    """The measurements of a model's tasks and of a text, one after the other."""
+    trained = of_text(loaded, config.run)
+    model, names = LanguageModel(trained, config.seq_len), config.task_names()
+    scorer = Scorer(model, config.batch)
     for name in names:
         if name.endswith(".jsonl"):
-            yield Path(name).stem, run_file(Path(name).expanduser(), scorer, config.limit)
+            yield Measured(Path(name).stem, run_file(Path(name).expanduser(), scorer, config.limit))
     if of_harness := [name for name in names if not name.endswith(".jsonl")]:
-        yield from run_tasks(of_harness, scorer, config.shots, config.limit).items()
+        for task, metrics in run_tasks(of_harness, scorer, config.shots, config.limit).items():
+            yield Measured(task, metrics)
     if scorer.cut:
         print(
             f"{scorer.cut:,} of the texts are longer than the model's {model.max_length} tokens and lost their "
             "beginning.",
             file=sys.stderr,
         )
-    if data is not None:
-        text, name = tokenised(CORPORA[data.name](data).rows(), model, data.max_tokens), data.path or data.name
-    elif names:
+    if data is None and names:
         return
-    elif trained is None:
-        raise ConfigError("A model in Hugging Face's format has no data; give tasks=... or data=...")
-    else:
-        text, name = validation_text(trained), "val"
-    separate = trained is not None and trained.config.data.documents is not Documents.ignore
-    yield name, measure(model, text, model.max_length, config.batch, separate) | {"seq_len": model.max_length}
+    text, separate = text_of(data, trained, model), trained.config.data.documents is not Documents.ignore
+    found = measure(model, text, model.max_length, config.batch, separate)
+    yield Measured("val" if data is None else data.path or data.name, found | {"seq_len": model.max_length})
+
+
+def probes(config: EvaluateConfig, data: DataConfig | None, loaded: Loaded) -> Iterator[Measured]:
+    """The measurements of a model's probes, one after the other."""
+    check_length(loaded, config.seq_len)
+    if sentence := limits(loaded):
+        print(sentence, file=sys.stderr)
+
+    def text() -> np.ndarray:
+        trained = of_text(loaded, config.run)
+        return text_of(data, trained, LanguageModel(trained)).tokens
+
+    yield from run_probes(probe_names(config.probes or ""), loaded, text, config.seq_len)
+
+
+def text_of(data: DataConfig | None, trained: Trained, model: LanguageModel) -> Text:
+    """The text that is asked for, else the run's validation split. Raises UserError."""
+    if data is not None:
+        return tokenised(CORPORA[data.name](data).rows(), model, data.max_tokens)
+    if is_folder(trained.checkpoint):
+        raise ConfigError("A model in Hugging Face's format has no text; give tasks=..., or data=text data.path=...")
+    return validation_text(trained)
 
 
 def settings(config: EvaluateConfig, data: DataConfig | None) -> list[str]:
     """The arguments that differ from their defaults and change a result."""
-    values = {name.replace("attention_", "attention."): getattr(config, name) for name in SETTINGS}
-    usual = [getattr(EvaluateConfig, name) for name in SETTINGS]
-    given = {name: value for (name, value), default in zip(values.items(), usual, strict=True) if value != default}
+    chosen = {
+        name.replace("attention_", "attention."): getattr(config, name)
+        for name in SETTINGS
+        if getattr(config, name) != getattr(EvaluateConfig, name)
+    }
     if data is not None and data.max_tokens is not None:
-        given["data.max_tokens"] = data.max_tokens
-    return [f"{name}={getattr(value, 'value', value)}" for name, value in given.items()]
+        chosen["data.max_tokens"] = data.max_tokens
+    return [f"{name}={getattr(value, 'value', value)}" for name, value in chosen.items()]
 
 
 def main(arguments: list[str]) -> None:
@@ -214,63 +215,21 @@ def main(arguments: list[str]) -> None:
     config, data = parse(arguments)
     if (size := World.from_environment().size) > 1:
         raise ConfigError(f"eval.py is one process, and {size} ranks were started; start it without torchrun.")
-    run = Path(config.run).expanduser()
+    run, every = Path(config.run).expanduser(), list[Measured]()
     with oom_guard(too_large(config)):
-        if config.probes is not None:
-            measure_probes(config, run, data)
-            return
-        model, trained = open_model(config, run, data)
-        measured: Results = {}
-        given = settings(config, data)
+        of_text_itself = data is not None or config.tasks is None
+        loaded = load_any(run, config, config.seq_len, documents=of_text_itself)
         try:
-            for task, metrics in results(config, data, model, trained):
-                name = " ".join([task, *given])
-                show(name, metrics)
-                measured[name] = metrics
-        finally:  # if a task fails, the results of the tasks before it are still written
-            if trained is not None and measured:
-                origin = {"checkpoint": trained.checkpoint.name}
-                record(run, trained, {name: metrics | origin for name, metrics in measured.items()})
+            for one in (texts_and_tasks if config.probes is None else probes)(config, data, loaded):
+                every.append(one._replace(name=" ".join([one.name, *settings(config, data)])))
+                show(every[-1])
+        finally:  # if one fails, the results before it are still written
+            if every and not is_folder(run):
+                if details := {one.probe: one.details for one in every if one.probe}:
+                    from recipe.compare.probes import draw_probes  # matplotlib takes a second to import
 
-
-def measure_probes(config: EvaluateConfig, run: Path, data: DataConfig | None) -> None:
-    """Print what probes measure, draw it, and record it. Raises UserError."""
-    names, given = probe_names(config.probes or ""), settings(config, data)
-    loaded = load_any(run, config, config.seq_len, documents=True)
-    check_length(loaded, config.seq_len)
-    if sentence := limits(loaded):
-        print(sentence, file=sys.stderr)
-
-    def text() -> np.ndarray:
-        if data is not None and isinstance(loaded, Trained):
-            return tokenised(CORPORA[data.name](data).rows(), LanguageModel(loaded), data.max_tokens).tokens
-        return text_of_run(run, loaded)
-
-    every: list[Measured] = []
-    try:
-        for one in run_probes(names, loaded, text, config.seq_len):
-            show(" ".join([one.probe, *given]), one.metrics)
-            print(as_table(one), flush=True)
-            every.append(one)
-    finally:  # if a probe fails, the results of the probes before it are still written
-        if every and not is_folder(run):
-            from recipe.compare.probes import draw_probes  # matplotlib takes a second to import
-
-            print(*draw_probes(run, {one.probe: one.details for one in every}), sep="\n")
-            origin = {"checkpoint": loaded.checkpoint.name}
-            record(run, loaded, {" ".join([one.probe, *given]): one.metrics | one.details | origin for one in every})
-
-
-def text_of_run(run: Path, loaded: Loaded) -> np.ndarray:
-    """The tokens of a run's validation split. Raises ConfigError where there is none."""
-    if is_folder(run):
-        raise ConfigError("A model in Hugging Face's format has no text; give data=text data.path=...")
-    if not isinstance(loaded, Trained):
-        raise ConfigError(
-            f"probes={PositionLoss.name} measures a text, and the run was trained on data={loaded.config.data.name}; "
-            "leave it out."
-        )
-    return validation_text(loaded).tokens
+                    print(*draw_probes(run, details), sep="\n")
+                record(run, loaded, every)
 
 
 def too_large(config: EvaluateConfig) -> str:

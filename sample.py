@@ -98,26 +98,21 @@ def parse(arguments: list[str]) -> SampleConfig:
         raise ConfigError("run=<folder> is missing; name the run folder that train.py printed.")
     if has_half_characters(config.prompt):  # Python's form of bytes that are not UTF-8
         raise ConfigError("prompt= is not UTF-8; repair it, or put the text into a file for prompts=.")
-    if config.tokens < 0:
-        raise ConfigError(f"tokens={config.tokens} must be at least 0, the number of tokens to add.")
-    if config.samples < 1:
-        raise ConfigError(f"samples={config.samples} must be at least 1: it is how many texts each prompt gets.")
+    many = config.prompts is not None or config.samples > 1
+    for name, least in {"tokens": int(many), "samples": 1, "batch": 1}.items():
+        if (value := getattr(config, name)) < least:
+            raise ConfigError(f"{name}={value} must be at least {least}.")
     if config.samples > 1 and config.temperature == 0:
         raise ConfigError(
             f"samples={config.samples} would be the same text each time, as temperature=0 takes the likeliest token; "
             "leave one of them out."
         )
-    if config.batch < 1:
-        raise ConfigError(f"batch={config.batch} must be at least 1: it is how many prompts are continued at a time.")
-    many = config.prompts is not None or config.samples > 1
     if config.out is not None and not many:
         raise ConfigError(f"out={config.out} takes the texts of many prompts; name their file with prompts=.")
     if config.prompts is not None and config.prompt:
         raise ConfigError(f"prompt={config.prompt} and prompts={config.prompts} are both given; leave one of them out.")
     if config.export is not None and (config.prompt or many):
         raise ConfigError(f"export={config.export} writes the model and no texts; leave the prompts out.")
-    if many and config.tokens == 0:
-        raise ConfigError("tokens=0 adds nothing to the prompts; ask for at least 1.")
     precision = config.attention_precision
     if precision is not ProductPrecision.inputs and many and config.batch > 1:
         raise ConfigError(

@@ -23,8 +23,7 @@ from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from recipe.errors import UserError, refusals, sentence_of
 from recipe.infer.evaluation.harness import run_tasks
-from recipe.infer.evaluation.models import LanguageModel
-from recipe.infer.evaluation.scorer import Scorer, rolling_windows
+from recipe.infer.evaluation.scorer import LanguageModel, Scorer, rolling_windows
 from recipe.infer.evaluation.tasks import run_file
 from recipe.infer.trained import ModelChoice, load_trained
 from recipe.run.config import Config, ConfigError

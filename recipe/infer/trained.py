@@ -84,13 +84,17 @@ class Trained(Loaded):
     tokenizer: Tokenizer
 
 
-def load_trained(run: Path, choice: ModelChoice, seq_len: int | None = None, documents: bool = False) -> Trained:
-    """As `load_any`, for a model of text. Raises UserError for another."""
-    loaded = load_any(run, choice, seq_len, documents)
+def of_text(loaded: Loaded, run: Path | str) -> Trained:
+    """The same model, of text. Raises UserError for another."""
     if not isinstance(loaded, Trained):
         task = loaded.config.data.name
         raise ConfigError(f"run={run} was trained on data={task}, a task without text; name another run.")
     return loaded
+
+
+def load_trained(run: Path, choice: ModelChoice) -> Trained:
+    """As `load_any`, for a model of text. Raises UserError for another."""
+    return of_text(load_any(run, choice), run)
 
 
 def load_any(run: Path, choice: ModelChoice, seq_len: int | None = None, documents: bool = False) -> Loaded | Trained:

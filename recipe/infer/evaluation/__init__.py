@@ -1,7 +1,6 @@
 """Measuring a trained model: tasks of lm-eval, tasks in a file, the loss on any text, and probes.
 
-models.py   the scores and the text of a trained model
-scorer.py   log-likelihoods and continuations of texts, batched
+scorer.py   a model's log-likelihoods and continuations of texts, batched
 harness.py  the tasks of EleutherAI's lm-eval, through the scorer
 tasks.py    the tasks of a .jsonl file, through the scorer, without lm-eval
 text.py     loss and bits per byte on a text

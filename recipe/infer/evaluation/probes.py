@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from recipe.infer.evaluation.scorer import progress
+from data.progress import progress
+from recipe.infer.evaluation.results import Measured
 from recipe.infer.trained import Loaded
 from recipe.run.config import ConfigError
 from recipe.training.recall import PositionLoss, build_recall, lengths_for, unknown_recalls
-
-
-class Measured(NamedTuple):
-    """What a probe measured: metrics by their names, and the details that a figure shows."""
-
-    probe: str
-    metrics: dict[str, float]
-    details: dict[str, Any]
 
 
 def probe_names(given: str) -> list[str]:
@@ -57,7 +50,7 @@ def run_probes(
         with torch.no_grad(), loaded.autocast():
             metrics = probe.measure(model)
             beyond, details = probe.details(model)
-        yield Measured(name, metrics | beyond, details)
+        yield Measured(name, metrics | beyond, name, details, as_table(name, details))
 
 
 def limits(loaded: Loaded) -> str | None:
@@ -67,9 +60,9 @@ def limits(loaded: Loaded) -> str | None:
     return f"Learned positions end at {loaded.config.seq_len:,} tokens, so no longer inputs are measured."
 
 
-def as_table(measured: Measured) -> str:
-    """The details as lines of text: the accuracy by length and distance, or the loss by position."""
-    rows = loss_rows(measured.details) if measured.probe == PositionLoss.name else accuracy_rows(measured.details)
+def as_table(probe: str, details: Mapping[str, Any]) -> str:
+    """A probe's details as lines of text: the accuracy by length and distance, or the loss by position."""
+    rows = (loss_rows if probe == PositionLoss.name else accuracy_rows)(details)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from data.untrusted import UntrustedError
 from recipe.infer.trained import Loaded
@@ -13,12 +14,29 @@ from recipe.run.run_folder import SUMMARY, StillRunning, locked, read_summary
 from recipe.run.summary import write_summary
 from recipe.run.tracker import send_again
 
-Results = dict[str, dict[str, Any]]
+
+class Measured(NamedTuple):
+    """A measurement.
+
+    name     for people, with the settings that change it
+    metrics  by their names
+    probe    that made it, with
+    details  that its figure shows, and
+    table    of these, as lines of text
+    """
+
+    name: str
+    metrics: dict[str, Any]
+    probe: str = ""
+    details: Mapping[str, Any] = MappingProxyType({})
+    table: str = ""
 
 
-def show(name: str, metrics: Mapping[str, Any]) -> None:
-    """Print a result on one line."""
-    print(name, *(f"{metric} {formatted(value)}" for metric, value in metrics.items()), sep="  ", flush=True)
+def show(one: Measured) -> None:
+    """Print a measurement: its metrics on one line."""
+    print(one.name, *(f"{metric} {formatted(value)}" for metric, value in one.metrics.items()), sep="  ", flush=True)
+    if one.table:
+        print(one.table, flush=True)
 
 
 def formatted(value: float) -> str:
@@ -26,23 +44,24 @@ def formatted(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 
-def record(run: Path, trained: Loaded, results: Results) -> None:
-    """Add the results to summary.json and to the run in W&B, if the run is over."""
-    path = run / SUMMARY
+def record(run: Path, loaded: Loaded, every: Sequence[Measured]) -> None:
+    """Add measurements to summary.json and to the run in W&B, if the run is over."""
+    path, origin = run / SUMMARY, {"checkpoint": loaded.checkpoint.name}
     try:
         with locked(run):
-            try:
-                summary = read_summary(run)
-            except FileNotFoundError:
-                print(f"{path} does not exist yet: the results are only printed.", file=sys.stderr)
-                return
-            except UntrustedError as error:
-                print(f"{path} {error}: the results are only printed.", file=sys.stderr)
-                return
+            summary = read_summary(run)
             earlier = summary.get("eval")
-            summary["eval"] = (earlier if isinstance(earlier, dict) else {}) | results
+            summary["eval"] = (earlier if isinstance(earlier, dict) else {}) | {
+                one.name: {**one.metrics, **one.details, **origin} for one in every
+            }
             write_summary(path, summary)
-            for warning in send_again(run, trained.config.tracking):
+            for warning in send_again(run, loaded.config.tracking):
                 print(f"warning: {warning}", file=sys.stderr)
+        return
+    except FileNotFoundError:
+        reason = f"{path} does not exist yet"
+    except UntrustedError as error:
+        reason = f"{path} {error}"
     except StillRunning:
-        print(f"{run} is still running: the results are only printed.", file=sys.stderr)
+        reason = f"{run} is still running"
+    print(f"{reason}: the results are only printed.", file=sys.stderr)

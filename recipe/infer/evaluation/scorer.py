@@ -1,20 +1,67 @@
-"""Log-likelihoods and continuations of texts, as lm-eval defines them, in batches of similar length."""
+"""A model's log-likelihoods and continuations of texts, as lm-eval defines them, in batches of similar length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from data.progress import progress
+from data.tokenizers import encoder, ends_of
 from model.loss import IGNORE_INDEX
-from recipe.infer.evaluation.models import LanguageModel
-from recipe.infer.generation.engine import Request
+from recipe.infer.generation.engine import Engine, Request
+from recipe.infer.generation.sampling import Sampling
+from recipe.infer.trained import Trained
 from recipe.run.config import ConfigError
 
-T = TypeVar("T")
+# Rows of logits in fp32 that exist at once: 0.8 GB with GPT-2's vocabulary.
+ROWS = 4096
+
+
+class LanguageModel:
+    """Text and scores of a trained model.
+
+    max_length   the longest input, in tokens
+    end_of_text  the token that ends a text and begins the next
+    ends         the tokens that end a generated text
+    encode       a text to its tokens, 1-D integers, without special ones
+    decode       tokens to their text
+    """
+
+    def __init__(self, trained: Trained, seq_len: int | None = None) -> None:
+        """seq_len  the longest input, which the model has to allow; None: the run's"""
+        self.trained, self.model = trained, trained.model
+        self.max_length, self.end_of_text = seq_len or trained.config.seq_len, trained.tokenizer.eot_token
+        self.ends = ends_of(trained.tokenizer)
+        self.encode = encoder(trained.tokenizer)
+        self.decode = trained.tokenizer.decode
+
+    def size(self, tokens: Sequence[int]) -> int:
+        """Bytes of the text of some tokens, without ends of text."""
+        return len(self.trained.tokenizer.decode_bytes([t for t in tokens if t != self.end_of_text]))
+
+    @torch.inference_mode()
+    def scores(self, inputs: Tensor, targets: Tensor, document_starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The logarithms of the probabilities of the targets that are not -100, in their order, (N,) fp32, and whether
+        each is the likeliest token, (N,) bool.
+
+        inputs           (B, T)   int64, T <= max_length
+        targets          (B, T)   int64: the token after each input
+        document_starts  (B, T)   int32, as `GPT.hidden` has it
+        """
+        device = self.model.wte.weight.device
+        inputs, targets = inputs.to(device), targets.to(device)
+        starts = None if document_starts is None else document_starts.to(device)
+        logs, likeliest = list[Tensor](), list[Tensor]()
+        with self.trained.autocast():
+            chosen = targets != IGNORE_INDEX
+            hidden = self.model.hidden(inputs, document_starts=starts)[chosen]  # (N, C)
+            for rows, following in zip(hidden.split(ROWS), targets[chosen].split(ROWS), strict=True):
+                logits = self.model.logits(rows).float()  # (ROWS, V)
+                logs.append(logits.gather(1, following[:, None])[:, 0] - logits.logsumexp(dim=1))
+                likeliest.append(logits.argmax(dim=1) == following)
+        return torch.cat(logs), torch.cat(likeliest)
 
 
 class Scorer:
@@ -60,7 +107,9 @@ class Scorer:
         stops = {request: of_request for request, (_, of_request, _) in zip(asked, requests, strict=True)}
         texts = dict.fromkeys(asked, "")
         with progress("generating", len(asked)) as advance:
-            for request, token in model.generate(asked, self.batch):
+            greedy = Sampling(temperature=0)
+            engine = Engine(model.model, asked, greedy, slots=self.batch, dtype=model.trained.dtype)
+            for request, token in engine.run():
                 if token in model.ends:
                     request.finished = True
                 else:
@@ -95,7 +144,8 @@ class Scorer:
         # The longest first, so that a batch too large for the memory fails at once.
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
         with progress(label, len(order)) as advance:
-            for chosen in batched(order, self.batch):
+            for start in range(0, len(order), self.batch):
+                chosen = order[start : start + self.batch]
                 rows = []
                 for i in chosen:
                     context, wanted = requests[i]
@@ -109,8 +159,8 @@ class Scorer:
         return results
 
 
-def padded(rows: Sequence[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (B, T) of rows of tokens, of which the last `count` are wanted: -100 elsewhere."""
+def padded(rows: Sequence[tuple[Sequence[int], int]]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets (B, T) of rows of tokens, of which the last `count` are scored: -100 elsewhere."""
     T = max(len(tokens) for tokens, _ in rows) - 1
     inputs = torch.zeros(len(rows), T, dtype=torch.int64)
     targets = torch.full((len(rows), T), IGNORE_INDEX)
@@ -127,15 +177,3 @@ def rolling_windows(tokens: list[int], prefix: int, longest: int) -> list[tuple[
         stop = min(start + longest, len(tokens))
         windows.append((whole[max(stop - longest, 0) : start + 1], whole[start + 1 : stop + 1]))
     return windows
-
-
-def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """The items in lists of `size`, the last one shorter."""
-    batch: list[T] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

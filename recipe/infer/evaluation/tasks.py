@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.untrusted import LINE, UntrustedError, has_half_characters, parse_json, read_text
+from data.untrusted import UntrustedError, has_half_characters, parse_json
 from recipe.infer.evaluation.scorer import Scorer
+from recipe.infer.generation.prompts import read_lines
 from recipe.run.config import ConfigError
 
 CHOICE, TEXT = {"question", "choices", "answer"}, {"text"}
@@ -49,11 +51,16 @@ def perplexity(lines: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, flo
     nats = -sum(scorer.loglikelihood_rolling(texts))
     words, size = sum(len(re.split(r"\s+", text)) for text in texts), sum(len(text.encode()) for text in texts)
     return {
-        "word_perplexity": math.exp(nats / words),
-        "byte_perplexity": math.exp(nats / size),
+        "word_perplexity": exponential(nats / words),
+        "byte_perplexity": exponential(nats / size),
         "bits_per_byte": nats / size / math.log(2),
         "n": len(lines),
     }
+
+
+def exponential(x: float) -> float:
+    """e^x; infinity beyond the largest double, such as for a text without spaces, which is one long word."""
+    return math.exp(x) if x < math.log(sys.float_info.max) else math.inf
 
 
 def standard_error(values: Sequence[float]) -> float:
@@ -62,14 +69,9 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a task's file. Raises ConfigError for the first that does not fit."""
-    try:
-        content = read_text(path, LINE, pipe=True).removeprefix("\ufeff")  # a byte order mark is not part of the text
-    except (OSError, UntrustedError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it {error}"
-        raise ConfigError(f"tasks={path} cannot be read ({reason}); name a .jsonl file of tasks.") from error
+    """The lines of a task's file. Raises UserError for the first that does not fit."""
     lines: list[dict[str, Any]] = []
-    for number, text in enumerate(content.split("\n"), start=1):
+    for number, text in enumerate(read_lines(path, "tasks"), start=1):
         if not text.strip():
             continue
         try:

@@ -13,9 +13,8 @@ from data.batches import document_starts
 from data.files import Row
 from data.prepare import prepare
 from data.progress import progress
-from model.loss import IGNORE_INDEX
-from recipe.infer.evaluation.models import LanguageModel
-from recipe.infer.evaluation.scorer import batched
+from recipe.infer.evaluation.scorer import LanguageModel, padded
+from recipe.infer.evaluation.tasks import exponential
 from recipe.infer.trained import Trained
 from recipe.run.config import ConfigError
 from recipe.training.checkpoint import read_manifest
@@ -86,20 +85,17 @@ def measure(model: LanguageModel, text: Text, seq_len: int, batch: int, separate
     nats = 0.0
     starts = range(0, count, seq_len)
     with progress("windows", len(starts)) as advance:
-        for chosen in batched(starts, batch):
-            inputs = torch.zeros(len(chosen), seq_len, dtype=torch.int64)
-            targets = torch.full_like(inputs, IGNORE_INDEX)
-            for b, start in enumerate(chosen):
-                window = torch.from_numpy(text.tokens[start : start + seq_len + 1].astype(np.int64))
-                inputs[b, : len(window) - 1], targets[b, : len(window) - 1] = window[:-1], window[1:]
-            bounds = document_starts(text.documents, np.array(chosen), seq_len) if separate else None
+        for chosen in (starts[n : n + batch] for n in range(0, len(starts), batch)):
+            windows = [text.tokens[start : start + seq_len + 1].tolist() for start in chosen]
+            inputs, targets = padded([(window, len(window) - 1) for window in windows])
+            bounds = document_starts(text.documents, np.array(chosen), inputs.shape[1]) if separate else None
             logs, _ = model.scores(inputs, targets, None if bounds is None else torch.from_numpy(bounds))
             nats -= float(logs.double().sum())
             advance(len(chosen))
     loss, size = nats / count, model.size(text.tokens[1:].tolist())
     return {
         "loss": loss,
-        "perplexity": math.exp(loss),
+        "perplexity": exponential(loss),
         "bits_per_byte": nats / size / math.log(2) if size else math.nan,
         "tokens": count,
         "bytes": size,

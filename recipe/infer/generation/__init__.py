@@ -4,7 +4,6 @@ engine.py    many prompts at a time, token by token: start reading here
 rows.py      new prompts side by side
 steps.py     the device's part: prompts and tokens through the model
 sampling.py  the next token from the logits and random numbers
-memory.py    whether the cache fits
 text.py      tokens to text, up to its end
 prompts.py   prompts from a file, texts to a file
 """

@@ -20,22 +20,25 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from model.cache import CacheSize, longest_window, pages_of
+from model.cache import PAGE_SIZE, CacheSize, bytes_per_token, longest_window, pages_of
 from model.gpt import GPT
 from model.options import Positions
 from recipe.infer.generation.errors import GenerationError
-from recipe.infer.generation.memory import check_memory
 from recipe.infer.generation.rows import lay_out, padded
 from recipe.infer.generation.sampling import FIRST_STREAM, Sampling, Stream
 from recipe.infer.generation.steps import Steps, decoding_attention
+from recipe.training.device import free_memory
 
 # Tokens of a prefill on a GPU. Fewer leave it idle; more take memory, and keep running sequences waiting.
 ROW = 4096
 NOISE_ROWS = 8  # for a single slot: no other sequence needs the ones before
+SHARE = 0.9  # of the free memory; the rest is for the model's work
+ROWS_OF_LOGITS = 10  # fp32, for each sequence, with its random numbers, while a token is chosen
 
 
 @dataclass(eq=False)
@@ -92,8 +95,7 @@ class Engine:
         slots    sequences at a time; on a CPU no more than there are requests
         dtype    of the matrix products and of the cache; what autocast leaves in fp32 stays so
         row      the fewest tokens of a prefill; 0: each prompt alone. None: 4,096 on a GPU, 0 on a CPU
-        compile  compile the work of a token by torch.compile, which takes half a minute on a GPU. There, with one slot,
-                 also make CUDA graphs of the prefill, for `flash` and models that the kernels of one token compute
+        compile  compile the blocks' work of a token by torch.compile, which takes half a minute on a GPU
 
         Raises GenerationError for prompts that do not fit the model, and for a cache that does not fit the device.
         """
@@ -237,3 +239,25 @@ def check_requests(requests: Sequence[Request], seq_len: int) -> None:
             raise GenerationError(
                 f"{name} has {len(request.prompt)} tokens, and the model sees seq_len={seq_len}; shorten it."
             )
+
+
+def check_memory(
+    size: CacheSize, pages: Sequence[int], noise_rows: int, model: GPT, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise GenerationError where a cache, the logits and the random numbers take more memory than is free.
+
+    pages       of each sequence, of which `size.slots` are there at a time
+    noise_rows  of the random numbers that all sequences share, fp64
+    """
+    free, logits, noise = free_memory(device), ROWS_OF_LOGITS * 4 * model.vocab_size, noise_rows * 8 * model.vocab_size
+    needed = size.bytes(model.config, dtype) + size.slots * logits + noise
+    if needed <= SHARE * free:
+        return
+    per_page = PAGE_SIZE * bytes_per_token(model.config, dtype)
+    totals = accumulate(per_page * n + logits for n in sorted(pages, reverse=True))
+    fitting = sum(total + noise <= SHARE * free for total in totals)
+    advice = f"set batch={fitting}, as that many fit" if fitting else "ask for fewer tokens, as not even one fits"
+    raise GenerationError(
+        f"The keys, values, logits and random numbers of batch={size.slots} sequences of up to {size.longest:,} tokens "
+        f"take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free on {device}; {advice}."
+    )

@@ -35,27 +35,29 @@ class Continuation:
         return to_json(vars(self))
 
 
+def read_lines(path: Path, option: str) -> list[str]:
+    """The lines of a file that an option names. Raises GenerationError where it cannot be read or is empty."""
+    try:
+        text = read_text(path, LINE, pipe=True).removeprefix("\ufeff")  # a byte order mark is not part of the text
+    except (OSError, UntrustedError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it {error}"
+        raise GenerationError(f"{option}={path} cannot be read ({reason}); name a file of text.") from error
+    if not text.strip("\n"):
+        raise GenerationError(f"{option}={path} is empty; give it at least one line.")
+    return text.removesuffix("\n").split("\n")
+
+
 def read_prompts(path: Path) -> list[str]:
     """A prompt from each line of a file; of a .jsonl file, the "prompt" of each line.
 
     Raises GenerationError where the file cannot be read or is empty, and for a line without a prompt.
     """
-    try:
-        lines = read_text(path, LINE, pipe=True).removeprefix("\ufeff").removesuffix("\n").split("\n")
-    except (OSError, UntrustedError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it {error}"
-        raise GenerationError(
-            f"prompts={path} cannot be read ({reason}); name a file with one prompt per line."
-        ) from error
-    if lines == [""]:
-        raise GenerationError(f"prompts={path} is empty; give it at least one prompt.")
-    is_json = path.suffix == ".jsonl"
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        prompt = prompt_of_json(line) if is_json else line
+    prompts = list[str]()
+    for number, line in enumerate(read_lines(path, "prompts"), 1):
+        prompt = prompt_of_json(line) if path.suffix == ".jsonl" else line
         if not prompt:
-            wanted = 'a JSON object with a "prompt"' if is_json else "a prompt"
-            raise GenerationError(f"Line {number} of prompts={path} is not {wanted}; write one there, or take it out.")
+            need = 'a JSON object with a "prompt"' if path.suffix == ".jsonl" else "a prompt"
+            raise GenerationError(f"Line {number} of prompts={path} is not {need}; write one there, or take it out.")
         prompts.append(prompt)
     return prompts
 

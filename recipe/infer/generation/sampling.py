@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.cache import upload
@@ -26,7 +25,6 @@ from recipe.infer.generation.errors import GenerationError
 Stream = tuple[int, int]  # the number of a prompt, and of its sample
 FIRST_STREAM = (0, 0)
 MANTISSA = 53  # random bits of a double in [0, 1)
-PIECE = 256  # logits of which one program takes the largest
 SMALLEST_TEMPERATURE = 1e-6  # logits divided by it stay finite in fp32
 
 
@@ -70,7 +68,7 @@ class Sampling:
         Returns (B,) int64. Does not look at values.
         """
         if noise is None:
-            return largest(logits)
+            return logits.argmax(dim=-1)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], -torch.inf)
         p = (logits / self.temperature).softmax(dim=-1)
@@ -78,20 +76,7 @@ class Sampling:
             likeliest, order = p.sort(dim=-1, descending=True, stable=True)
             before = likeliest.cumsum(dim=-1) - likeliest
             p = torch.zeros_like(p).scatter(-1, order, likeliest.masked_fill(before >= self.top_p, 0.0))
-        return largest(p / noise)
-
-
-def largest(x: Tensor) -> Tensor:
-    """x.argmax(dim=-1) of x (B, V). The compiler would have a single row read by one program of the GPU."""
-    return in_pieces(x) if x.is_cuda and len(x) == 1 else x.argmax(dim=-1)
-
-
-def in_pieces(x: Tensor) -> Tensor:
-    """x.argmax(dim=-1) of x (1, V): the largest of each piece, then the largest of these."""
-    pieces = F.pad(x, (0, -x.shape[-1] % PIECE), value=-torch.inf).view(-1, PIECE)
-    values, places = pieces.max(dim=-1)
-    piece = values.argmax(dim=-1, keepdim=True)  # (1,)
-    return piece * PIECE + places[piece]
+        return (p / noise).argmax(dim=-1)
 
 
 class Noise:

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import (
@@ -27,7 +26,7 @@ from attention import (
 )
 from attention.gpu import capturing
 from model.cache import CacheSize, Decode, KVCache, Prefill, upload
-from model.forward import Embedded, Pass
+from model.forward import Pass
 from model.gpt import GPT
 from model.positions import position_tables
 from recipe.infer.generation.rows import Row
@@ -72,13 +71,11 @@ class Steps:
             self.noise = Noise(sampling.seed, model.vocab_size, noise_rows, slots, self.device)
         self.tokens, self.steps = (torch.zeros(size.slots, dtype=torch.int64, device=self.device) for _ in range(2))
         self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
-        # Functions, not this object's methods: a cycle with them would keep the cache until Python collects garbage.
-        self.decoding, self.begin, self.end = self.model, Steps.begin_token, Steps.end_token
-        if compile:
-            options = compiler_options(size.slots)
-            self.decoding = compiled(self.model, options)
-            self.begin = torch.compile(self.begin, dynamic=False, options=options)
-            self.end = torch.compile(self.end, dynamic=False, options=options)
+        self.decoding = self.model
+        if compile:  # the first block is compiled, and all others run its code
+            self.decoding = copied(self.model, dtype)
+            for block in self.decoding.h:
+                block.compile(dynamic=False)
         has_graph = self.device.type == "cuda" and self.decoder is not None
         self.graph = self.graphed(self.decode_step) if has_graph else None
 
@@ -127,20 +124,14 @@ class Steps:
     def decode_step(self) -> None:
         """The device's part of `decode`. A slot without a sequence keeps length 0, and its token is ignored."""
         assert self.decoder is not None
-        attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
-        with self.autocast():
-            self.end(self, self.decoding.through_blocks(Pass(self.begin(self), attends, Layout()))[0])
-
-    def begin_token(self) -> Embedded:
-        """The part before the blocks: all sequences grow by their newest token, which is embedded."""
         lengths = self.cache.lengths
         lengths.add_(1).mul_(self.active)
         positions = (lengths - 1).clamp(min=0).long()[:, None]  # (slots, 1)
-        return self.model.embed(self.tokens[:, None], positions, self.tables)
-
-    def end_token(self, x: Tensor) -> None:
-        """The part after the blocks, whose result is x (slots, 1, C): the choice of the next tokens."""
-        self.tokens.copy_(self.choose(self.logits(self.model.ln_f(x)[:, 0])))
+        attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
+        with self.autocast():
+            embedded = self.decoding.embed(self.tokens[:, None], positions, self.tables)
+            x, _ = self.decoding.through_blocks(Pass(embedded, attends, Layout()))  # (slots, 1, C)
+            self.tokens.copy_(self.choose(self.logits(self.decoding.ln_f(x)[:, 0])))
         self.steps.add_(1)
 
     @torch.no_grad()
@@ -244,35 +235,3 @@ def laid_out(weight: Tensor, by_column: bool) -> Tensor:
     """
     wide = weight.ndim == 2 and weight.shape[0] > weight.shape[1]
     return weight.T.contiguous().T if by_column and wide else weight
-
-
-class RowLinear(nn.Linear):
-    """A linear layer in the form that compiles best for a single row: a reduction that reads x, then adds the bias."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        product = F.linear(stored(x), self.weight)
-        return stored(product if self.bias is None else product + self.bias.to(product.dtype))
-
-
-def stored(x: Tensor) -> Tensor:
-    """x itself, but the compiler writes it to memory once.
-
-    Otherwise it computes x again for each reader: the bias in copies of queries, keys and values, GELU for each output.
-    """
-    return x.as_strided(x.shape, x.stride())
-
-
-def compiler_options(slots: int) -> dict[str, str | int | bool | Callable]:
-    """torch.compile's options for the work of a token. With a single row, products become reductions and are fused."""
-    return {"coordinate_descent_tuning": True} if slots == 1 else {}
-
-
-def compiled(model: GPT, options: dict[str, str | int | bool | Callable]) -> GPT:
-    """The same model for one new token in each slot: the first block is compiled, and all others run its code."""
-    model = copied(model, model.get_parameter("h.0.mlp.c_fc.weight").dtype)
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and options:
-            module.__class__ = RowLinear
-    for block in model.h:
-        block.compile(dynamic=False, options=options)
-    return model

@@ -1,10 +1,9 @@
 """A trained model as a folder that Hugging Face's AutoModelForCausalLM, AutoTokenizer and pipeline read.
 
-export.py     the folder as a whole
+export.py     the folder, written and read back by transformers
 weights.py    the architecture that computes the same as the model, and the weights under its names
 tokenizer.py  the run's tokenizer in the format of `tokenizers`
 card.py       README.md with the run's figures
-reload.py     reads the folder back with transformers, and compares the logits
 
 Written as the files that transformers documents; it is imported to read them back.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,15 @@ from typing import Any
 import yaml
 
 from data.untrusted import UntrustedError
-from recipe.files import recorded_number
 from recipe.run.config import ConfigError
 from recipe.run.run_folder import SUMMARY, read_summary
 from recipe.training.checkpoint import read_manifest
+
+# The entries of summary.json that the card shows.
+RECORDED = (
+    *("parameters", "tokens", "train_loss", "val_loss", "best_val_loss", "best_val_step"),
+    *("attention_path", "precision", "finished"),
+)
 
 
 @dataclass(frozen=True)
@@ -44,13 +49,13 @@ def read_origin(run: Path, checkpoint: Path, config: dict[str, Any], average: bo
 def model_card(name: str, architecture: str, origin: Origin) -> str:
     """Markdown with the front matter that Hugging Face's hub reads, for a model of an architecture of transformers."""
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gpt-attention"]}
-    rows = "\n".join(f"| {label} | {value} |" for label, value in facts(architecture, origin))
+    rows = "\n".join(f"| {label} | {cell(value)} |" for label, value in facts(architecture, origin).items())
     most = max(1, min(100, origin.config["seq_len"] // 2))
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
 ---
 
-# {name}
+# {cell(name)}
 
 A language model trained with gpt-attention.
 
@@ -68,43 +73,31 @@ Losses are cross-entropies in nats per token.
 """
 
 
-def facts(architecture: str, origin: Origin) -> Iterator[tuple[str, str]]:
-    """The rows of the card's table, as far as they are known."""
-    config, summary = origin.config, origin.summary
-    data = config["data"]
+def facts(architecture: str, origin: Origin) -> dict[str, object]:
+    """The rows of the card's table by their labels, as far as they are recorded."""
+    config, summary = origin.config, origin.summary or {}
+    data, training = config["data"], config["training"]
     source = Path(data["path"]).name if data["path"] else data["hub"]  # without the folders of this machine
-    yield "architecture", architecture
-    yield "context", f"{config['seq_len']:,} tokens"
-    yield "data", f"{data['name']} ({source})" if source else data["name"]
-    yield "tokenizer", data["tokenizer"]
-    yield "weights after", f"{origin.step:,} of {config['training']['steps']:,} steps"
-    if origin.average:
-        average = f"moving average, training.ema={config['training']['ema']}"
-        yield "weights", f"{average} (the losses are of the weights themselves)"
-    yield "seed", str(config["seed"])
-    # A run whose end was cut short recorded some of the following.
-    known = {key: value for key, value in (summary or {}).items() if value is not None}
-    for key, label in (("parameters", "parameters"), ("tokens", "tokens of the run")):
-        if isinstance(known.get(key), int):
-            yield label, f"{known[key]:,}"
-    losses = {
-        key: value
-        for key in ("train_loss", "val_loss", "best_val_loss")
-        if (value := recorded_number(known.get(key))) is not None
+    rows = {
+        "architecture": architecture,
+        "context": f"{config['seq_len']:,} tokens",
+        "data": f"{data['name']} ({source})" if source else data["name"],
+        "tokenizer": data["tokenizer"],
+        "weights after": f"{origin.step:,} of {training['steps']:,} steps",
+        "seed": config["seed"],
+        "attention": config["attention"]["name"],
     }
-    for key, label in (("train_loss", "training loss at the end"), ("val_loss", "validation loss at the end")):
-        if key in losses:
-            yield label, f"{losses[key]:.4f}"
-    if "best_val_loss" in losses and isinstance(known.get("best_val_step"), int):
-        yield "best validation loss", f"{losses['best_val_loss']:.4f} at step {known['best_val_step']:,}"
-    path = known.get("attention_path")
-    yield "attention", str(known.get("attention", config["attention"]["name"])) + (f" ({path} kernels)" if path else "")
-    if "precision" in known:
-        yield "precision", str(known["precision"])
-    device, git = (part if isinstance(part := known.get(key), dict) else {} for key in ("device", "git"))
-    if device.get("name"):
-        yield "device", f"{device.get('count', 1)} x {device['name']}"
-    if git.get("commit"):
-        yield "commit of gpt-attention", f"`{git['commit']}`" + (" with changes" if git.get("dirty") else "")
-    if "finished" in known:
-        yield "finished", str(known["finished"])
+    if origin.average:
+        rows["weights"] = f"moving average, training.ema={training['ema']} (the losses are of the weights themselves)"
+    rows |= {name.replace("_", " "): summary[name] for name in RECORDED if name in summary}
+    if isinstance(git := summary.get("git"), dict):
+        rows["commit of gpt-attention"] = f"{git.get('commit')}{' with changes' if git.get('dirty') else ''}"
+    return {label: value for label, value in rows.items() if value is not None}
+
+
+def cell(value: object) -> str:
+    """A value in a table of Markdown. Text of a stranger's folder is no HTML, no link and no further cell there."""
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    text = f"{value:,}" if type(value) is int else " ".join(str(value).split())
+    return re.sub(r"[<>&|\[\]`*~!#\\\"']", lambda found: f"&#{ord(found[0])};", text)

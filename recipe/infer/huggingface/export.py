@@ -1,23 +1,34 @@
-"""The exported folder: weights, configurations, tokenizer and card, written completely or not at all."""
+"""The exported folder: weights, configurations, tokenizer and card, written completely or not at all.
+
+It gets its name when transformers has read it back: the same logits and the same tokens, or a refusal.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from data.chat import ChatTemplate
+from data.errors import brief
 from data.tokenizers import Tokenizer
 from model.gpt import GPT
 from recipe.infer.huggingface.card import Origin, model_card
 from recipe.infer.huggingface.loading import WEIGHTS
-from recipe.infer.huggingface.reload import check_reloaded
 from recipe.infer.huggingface.settings import WeightsError
 from recipe.infer.huggingface.tokenizer import special_tokens, to_tokenizers, token_id, tokenizer_config
-from recipe.infer.huggingface.weights import describe
+from recipe.infer.huggingface.weights import REMEDY, describe
+
+TOKENS = 256  # of the text whose logits are compared, at least; longer than a window in any case
+TOLERANCE = 1e-4  # of the largest logit: rounding in fp32 stays below a tenth of it
+TEXT = "Déjà vu: 木 x_1 = 12345;\n\n  two  blanks\tand a tab"
 
 
 def export(
@@ -83,3 +94,63 @@ def check_folder(folder: Path) -> None:
 def unwritable(folder: Path, reason: str) -> WeightsError:
     """The refusal of a folder."""
     return WeightsError(f"export={folder} cannot be written as a folder ({reason}); name another folder.")
+
+
+def check_reloaded(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
+    """Raise WeightsError unless transformers reads `folder` as this model and this tokenizer, in fp32 and without code
+    from the folder."""
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+        weights: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+        with silent():
+            read = AutoTokenizer.from_pretrained(folder, **local)
+            theirs, notes = AutoModelForCausalLM.from_pretrained(folder, **weights, **local)
+    except ModuleNotFoundError as error:
+        raise WeightsError(
+            f"An export is read back and compared, for which {error.name} is missing; install it with: "
+            "pip install transformers"
+        ) from error
+    except Exception as error:  # architectures raise exceptions of many types
+        raise WeightsError(f"transformers does not read the exported folder ({brief(error)}); {REMEDY}") from error
+    for kind, names in notes.items():  # of weights that are missing, unexpected or of another shape
+        if names:
+            raise WeightsError(
+                f"transformers reads other weights than this model has ({kind}: {', '.join(map(str, names))[:200]}); "
+                f"{REMEDY}"
+            )
+    gap, largest = difference(theirs.eval(), model)
+    if not gap <= TOLERANCE * largest:
+        raise WeightsError(
+            f"With the exported weights {type(theirs).__name__} computes other logits than this model: they are "
+            f"up to {gap:.3g} apart, where the largest is {largest:.3g}; {REMEDY}"
+        )
+    if read(TEXT, verbose=False)["input_ids"] != tokenizer.encode_ordinary(TEXT):
+        raise WeightsError("transformers reads other tokens than this tokenizer; export a run with another tokenizer.")
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Without transformers' progress bars and warnings."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@torch.no_grad()
+def difference(theirs: Any, model: GPT) -> tuple[float, float]:
+    """The largest difference between the logits of two models on random tokens, and the largest logit."""
+    windows = [score.window for score in model.scores if score.window is not None]
+    T = min(model.seq_len, max(TOKENS, *(window + 1 for window in windows)) if windows else TOKENS)
+    tokens = torch.randint(model.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
+    ours = model(tokens).float()
+    return (theirs(tokens).logits - ours).abs().max().item(), ours.abs().max().item()

@@ -17,8 +17,8 @@ from model.cache import PAGE_SIZE
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
-from recipe.infer.generation import Engine, GenerationError, Request, Sampling, generate, memory
-from recipe.infer.generation.sampling import PIECE, Noise, in_pieces
+from recipe.infer.generation import Engine, GenerationError, Request, Sampling, engine, generate
+from recipe.infer.generation.sampling import Noise
 from tests.own_attention import ScalableSoftmax
 from tests.parts import EVERYTHING, LLAMA
 from tests.recipe.infer.from_scratch import expected, logits_of
@@ -218,15 +218,6 @@ def test_equal_prompts_with_separate_streams_get_the_same_tokens_as_alone():
     assert together[0] == expected(model, prompt, together[0], 0.9, seed=5)
 
 
-@pytest.mark.parametrize("V", [5, PIECE, PIECE + 1, 4 * PIECE - 1])
-def test_the_largest_is_the_same_in_pieces_and_the_first_of_equals(V):
-    generator = torch.Generator().manual_seed(V)
-    for dtype in (torch.float32, torch.bfloat16):  # of which many are equal
-        x = torch.randn(1, V, generator=generator).to(dtype).float()
-        assert in_pieces(x).tolist() == [x[0].tolist().index(max(x[0].tolist()))]
-    assert in_pieces(torch.full((1, V), -torch.inf)).tolist() == [0]
-
-
 def test_draws_come_from_the_tempered_top_k():
     n, generator = 2000, torch.Generator().manual_seed(0)
     logits = torch.randn(VOCABULARY, generator=generator)
@@ -291,7 +282,7 @@ def test_impossible_requests_are_refused(lengths, sampling, sentence):
 def test_a_cache_that_does_not_fit_is_refused_with_the_number_of_sequences_that_would(monkeypatch, gib, advice):
     config = GPTConfig(n_layers=32, n_heads=8, n_embd=1024)  # 256 KiB a token
     free = int(gib * 2**30)
-    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    monkeypatch.setattr(engine, "free_memory", lambda device: free)
     with torch.device("meta"):
         model = GPT(config, VOCABULARY, 1024, build_attention(AttentionConfig()))
     lengths: Sequence[int] = (16 * PAGE_SIZE, *[1000] * 8)  # 256 MiB each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import json
 import os
@@ -206,26 +207,20 @@ def test_every_file_of_the_folder_may_be_read_by_those_whom_the_umask_allows(tmp
     assert set(modes.values()) == {0o640}
 
 
-def test_the_model_card_describes_the_run(tmp_path):
-    summary = {
-        "parameters": 123_456,
-        "tokens": 1_000_000,
-        "train_loss": 1.25,
-        "val_loss": 1.5,
-        "best_val_loss": 1.375,
-        "best_val_step": 400,
-        "attention": "flash",
-        "attention_path": "hopper",
-        "precision": "bf16",
-        "device": {"type": "cuda", "name": "H200", "count": 2},
-        "git": {"commit": "0123abc", "dirty": False},
-        "finished": "2026-11-21T10:00:00+00:00",
-    }
-    export(build(SMALL), bytes_tokenizer(), tmp_path / "mine", origin(summary))
+def test_the_model_card_describes_the_run_and_holds_no_markup_of_a_strangers_folder(tmp_path):
+    hostile = "<img src=x onerror=alert(1)> | [a](b) `c`"
+    summary = {"parameters": 123_456, "best_val_loss": 1.375, "best_val_step": 400, "attention_path": "hopper"}
+    of_stranger = origin(summary | {"precision": hostile, "finished": {"<b>": 1}, "git": {"commit": hostile}})
+    config = of_stranger.config
+    config["data"] = config["data"] | {"name": hostile, "tokenizer": hostile, "path": f"/home/me/{hostile}"}
+    export(build(SMALL), bytes_tokenizer(), tmp_path / "mine", of_stranger)
     card = (tmp_path / "mine" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
-    for row in ("parameters | 123,456", "best validation loss | 1.3750 at step 400", "flash (hopper kernels)"):
-        assert row in card
-    assert "commit of gpt-attention | `0123abc` |" in card
+    for row in ("parameters | 123,456", "best val loss | 1.3750", "best val step | 400", "attention path | hopper"):
+        assert f"| {row} |\n" in card
+    rows = [line for line in card.splitlines() if line.startswith("|")]
+    assert all(line.count("|") == 3 for line in rows)
+    assert not set("<>`[*") & set("".join(rows))
+    assert sum(html.unescape(line).count(hostile) for line in rows) == 5
     generation = json.loads((tmp_path / "mine" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == generation["pad_token_id"] == 256
