@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import sysconfig
 from abc import ABC, abstractmethod
@@ -41,6 +42,11 @@ from data.files import (
 from data.options import DataConfig
 from data.own_tokenizer import OwnTokenizer
 from data.tokenizers import Tokenizer, encoder
+
+SPLIT_NAMES = {
+    "train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
+    "test": "test",
+}  # fmt: skip
 
 
 class Stream(NamedTuple):
@@ -132,17 +138,39 @@ class FileCorpus(Corpus):
             )
         if self.empty:
             sentences.append(f"left out, because they are empty: {first_few(self.empty)}.")
-        fraction = self.config.val_fraction
-        if len(self.files) > 1 and self.config.max_tokens is None:  # both splits are cut to their shares
-            val_files = self.held_out()
-            share = sum(self.files[file] for file in val_files) / self.size
-            if not fraction / 2 <= share <= 1.25 * fraction:
-                sentences.append(
-                    f"held out for validation: {len(val_files)} of {len(self.files)} files, {share:.0%} of the text "
-                    f"instead of the {fraction:.0%} of data.val_fraction, because only whole files are held out; "
-                    "a single file is cut exactly."
-                )
+        if unused := [self._name(file) for file in self.files if self.splits[file] is None]:
+            sentences.append(f"left out, because other files are named train and validation: {first_few(unused)}.")
+        if len(self.files) == 1:
+            return sentences
+        val_files, fraction = [file for file in self.files if self.splits[file] == "val"], self.config.val_fraction
+        share = sum(self.files[file] for file in val_files) / self.size
+        # With max_tokens both splits are cut to their shares.
+        if self._named or self.config.max_tokens is not None or fraction / 2 <= share <= 1.25 * fraction:
+            names = first_few([self._name(file) for file in val_files])
+            if self.config.name == "text":
+                sentences.append(f"held out for validation: {names}.")
+        else:
+            sentences.append(
+                f"held out for validation: {len(val_files)} of {len(self.files)} files, {share:.0%} of the text "
+                f"instead of the {fraction:.0%} of data.val_fraction, because only whole files are held out; "
+                "a single file is cut exactly."
+            )
         return sentences
+
+    @cached_property
+    def splits(self) -> dict[Path, str | None]:
+        """The split of each of several files, by their names where these say it; None: it is left out."""
+        if self._named:
+            return {file: self._named.get(named_split(self._name(file))) for file in self.files}
+        val_files = self.held_out()
+        return {file: "val" if file in val_files else "train" for file in self.files}
+
+    @cached_property
+    def _named(self) -> dict[str | None, str]:
+        """The splits that the names of a text's files stand for; empty unless they say both."""
+        found = {named_split(self._name(file)) for file in self.files} if self.config.name == "text" else set()
+        held_out = "val" if "val" in found else "test"
+        return {"train": "train", held_out: "val"} if {"train", held_out} <= found else {}
 
     def held_out(self) -> set[Path]:
         """The files of the validation split: in the order of their names' hashes until `val_fraction` is filled."""
@@ -163,8 +191,7 @@ class FileCorpus(Corpus):
         return val_files
 
     def _hold_out_some(self) -> list[Span]:
-        val_files = self.held_out()
-        return [Span(str(file), "val" if file in val_files else "train", 0, sys.maxsize) for file in self.files]
+        return [Span(str(file), split, 0, sys.maxsize) for file, split in self.splits.items() if split]
 
     def _cut_one(self) -> list[Span]:
         [file] = self.files
@@ -176,6 +203,12 @@ class FileCorpus(Corpus):
 
     def _name(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
+
+
+def named_split(name: str) -> str | None:
+    """The split that the path of a file says: train, val or test."""
+    words = [SPLIT_NAMES[word] for word in re.split("[^a-z]+", name.lower()) if word in SPLIT_NAMES]
+    return words[-1] if words else None
 
 
 class ChatCorpus(FileCorpus):

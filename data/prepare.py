@@ -54,7 +54,7 @@ from data.tokenizers import (
     save_tokenizer,
 )
 
-FORMAT = 1  # increase it when the same recipe gives other files, or cuts the text into other rows
+FORMAT = 2  # increase it when the same recipe gives other files, or cuts the text into other rows
 BPE_TEXT = 1 << 28  # the most characters to learn a BPE from
 SECONDS_BETWEEN_SAVES = 5.0  # seconds of work that an interrupted preparation loses at most
 

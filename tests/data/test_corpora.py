@@ -99,6 +99,33 @@ def test_few_files_hold_out_what_comes_nearest(tmp_path, sizes, held):
     assert sum(map(len, found["train"])) == sum(sizes) - held
 
 
+@pytest.mark.parametrize(
+    ("names", "train", "val"),
+    [
+        (["train.txt", "validation.txt", "test.txt", "notes.txt"], {"train.txt"}, {"validation.txt"}),
+        (["train.txt", "test.txt"], {"train.txt"}, {"test.txt"}),
+        (["web_train_01.txt", "web_train_02.txt", "web_val_00.txt"], {"web_train_01.txt", "web_train_02.txt"},
+         {"web_val_00.txt"}),
+        (["dev/1.txt", "train/1.txt", "train/test-2.txt"], {"train/1.txt"}, {"dev/1.txt"}),
+    ],
+)  # fmt: skip
+def test_file_names_that_say_what_they_are_decide(tmp_path, names, train, val):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = documents(of_text(tmp_path))
+    assert (set(found["train"]), set(found["val"])) == (train, val)
+    told = " ".join(CORPORA["text"](of_text(tmp_path)).notices())
+    assert f"held out for validation: {', '.join(val)}." in told
+    assert all(name in told for name in set(names) - train - val)
+
+
+def test_names_that_say_one_split_alone_do_not_decide(tmp_path):
+    for n in range(20):
+        (tmp_path / f"train-{n:05}-of-00020.txt").write_text(f"{n:03}" * 100)
+    assert len(documents(of_text(tmp_path))["val"]) == 2
+
+
 def test_stdlib_is_the_source_text_of_this_python():
     found = documents(DataConfig(val_fraction=0.1))
     root = Path(sysconfig.get_path("stdlib"))
@@ -236,9 +263,9 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
             [360, 340, 300],
             [r"held out for validation: 1 of 3 files, 3\d% of the text instead of the 10% of data\.val_"],
         ),
-        ([100] * 20, []),
+        ([100] * 20, [r"held out for validation: \d+\.txt, \d+\.txt\."]),
         ([1000], []),
-        ([100] * 20 + [0], [r"left out, because they are empty: .*/20\.txt\."]),
+        ([100] * 20 + [0], [r"left out, because they are empty: .*/20\.txt\.", "held out for validation: "]),
     ],
 )
 def test_an_uneven_split_and_empty_files_get_a_notice(tmp_path, sizes, notices):
