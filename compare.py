@@ -5,21 +5,25 @@
     python compare.py outputs/2026-11-20/10-00-00-naive outputs/2026-11-20/10-05-00-flash out=comparison
 
 Reads run folders alone: no GPU, no W&B, no network. Writes index.html (one page, figures within), figures/
-(PNG, light and dark), and runs.csv.
+(PNG), and runs.csv.
 
     <folder> ...          run folders, or folders that hold some (a sweep)
     out=<folder>          where to write; report/ in the given folder, or report-out/ where several are given
     reference=<label>     the implementation to compare with (naive)
-    wandb=<mode>          online, offline or disabled: log figures and tables to a W&B run beside the runs
-                          (as the runs did)
+    wandb=<mode>          online, offline or disabled: log the page to a W&B run beside the runs (as the runs did)
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipe.compare.arena_page import write_arena_report
 from recipe.compare.page import write_report
 from recipe.compare.publish import MODES, mode_of, publish
 from recipe.compare.runs import ReportError, find_runs
@@ -52,30 +56,40 @@ def main(arguments: list[str]) -> None:
         raise ReportError(f"reference={reference} is not among the runs; there are {', '.join(labels)}.")
     out = Path(config.out or (folders[0] / "report" if len(folders) == 1 else "report-out"))
     try:
-        if plan:
-            from recipe.compare.arena_page import write_arena_report  # needs scipy, which takes a second to import
-
-            report = write_arena_report(collected, plan, folders[0], out)
-        else:
-            report = write_report(collected, out, reference)
+        with written_at_once(out) as partial:
+            if plan:
+                report = write_arena_report(collected, plan, folders[0], partial)
+            else:
+                report = write_report(collected, partial, reference)
     except OSError as error:
         raise ReportError(
-            f"the report cannot be written to {out} ({error.strerror}); name another folder with out=<folder>."
+            f"the report cannot be written to {out} ({error.strerror}), and nothing of it was; free space there, or "
+            "name another folder with out=<folder>."
         ) from error
-    for note in report.notes:
-        print(f"note: {note}")
     print(f"{report.headline}.")
-    for section in report.sections:
-        if len(report.sections) > 1 and section.answer.bullets:
-            print(section.title)
-        for subject, sentences in section.answer.bullets:
-            print(f"  {subject}: {sentences}")
+    for label, found in report.lines:
+        print(f"  {label}: {found}")
     for title, command in report.commands:
         print(f"{title}:\n  {command}")
+    if report.notes:
+        print(f"notes on these runs: {len(report.notes)}, on the page")
     print(f"report: {out / 'index.html'}")
     mode = config.wandb or mode_of(collected.runs)
     if mode != "disabled":
         print(publish(collected.runs, out, mode))
+
+
+@contextmanager
+def written_at_once(out: Path) -> Iterator[Path]:
+    """A folder whose files move into `out` when all are written, and vanish otherwise."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as partial:
+        yield Path(partial)
+        for path in sorted(Path(partial).rglob("*")):
+            target = out / path.relative_to(partial)
+            if path.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target)
 
 
 def planned(folders: list[Path], config: CompareConfig) -> Plan | None:
@@ -105,6 +119,8 @@ def parse(arguments: list[str]) -> tuple[list[Path], CompareConfig]:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
+        sys.stdout.flush()
+        os._exit(0)  # a W&B that hangs does not hold the process
     except UserError as error:
         fail(error)
     except KeyboardInterrupt:

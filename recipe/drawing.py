@@ -1,14 +1,10 @@
-"""One drawing, three renderings: SVG that follows the page's colour scheme, and PNG in light and in dark.
-
-A figure is drawn in colours of a palette. In SVG each of them becomes a CSS variable with a value for either
-scheme; PNG is drawn once with each column of the palette.
-"""
+"""One drawing, two renderings: SVG for the page, and PNG. A dark page inverts the brightness of its figures."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,27 +18,27 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from recipe.wording import short_number
 
-# role: (light, dark). An implementation looks the same in every figure.
-COLOURS: dict[str, tuple[str, str]] = {
-    "surface": ("#ffffff", "#171a21"),
-    "ink": ("#1f2430", "#e7e9ee"),
-    "muted": ("#6a7180", "#9aa2b1"),
-    "grid": ("#e5e8ee", "#2b303b"),
-    "band": ("#eaedf3", "#262b36"),
-    "naive": ("#7b8496", "#a7b0c2"),
-    "tiled": ("#d9822b", "#f0a35a"),
-    "sdpa": ("#1f9a8a", "#4fc9b7"),
-    "flash": ("#5b5bd6", "#9a9bff"),
-    "flex": ("#3f8f3a", "#7fce78"),
-    "varlen": ("#8b5a3c", "#c99a7c"),
-    "fa4": ("#c0568b", "#ec9fc4"),
-    "bad": ("#cf3f3f", "#ff7b7b"),
-    "other-0": ("#2f6fd0", "#7fb0ff"),
-    "other-1": ("#b8327f", "#ef86bd"),
-    "other-2": ("#0e8a9e", "#53c8da"),
-    "other-3": ("#7a4bc4", "#b795f2"),
-    "other-4": ("#96720c", "#dfb850"),
-    "other-5": ("#5a6980", "#aab8cc"),
+# By role. An implementation looks the same in every figure.
+COLOURS: dict[str, str] = {
+    "surface": "#ffffff",
+    "ink": "#1f2430",
+    "muted": "#6a7180",
+    "grid": "#e5e8ee",
+    "band": "#eaedf3",
+    "naive": "#7b8496",
+    "tiled": "#d9822b",
+    "sdpa": "#1f9a8a",
+    "flash": "#5b5bd6",
+    "flex": "#3f8f3a",
+    "varlen": "#8b5a3c",
+    "fa4": "#c0568b",
+    "bad": "#cf3f3f",
+    "other-0": "#2f6fd0",
+    "other-1": "#b8327f",
+    "other-2": "#0e8a9e",
+    "other-3": "#7a4bc4",
+    "other-4": "#96720c",
+    "other-5": "#5a6980",
 }
 IMPLEMENTATIONS = ("naive", "tiled", "sdpa", "flash", "flex", "varlen", "fa4")
 OTHERS = sum(role.startswith("other-") for role in COLOURS)
@@ -65,8 +61,6 @@ _RC: dict[Any, Any] = {
     "text.parse_math": False,  # a label may hold dollars
 }
 
-Palette = Mapping[str, str]
-
 
 class Style(NamedTuple):
     """The style of one label."""
@@ -83,50 +77,38 @@ class Chart:
     name     of its files
     title    of the figure
     caption  how to read it, one or two sentences
-    draw     draws it on an empty figure in the palette's colours
+    draw     draws it on an empty figure
     height   in inches
     """
 
     name: str
     title: str
     caption: str
-    draw: Callable[[Figure, Palette], None]
+    draw: Callable[[Figure], None]
     height: float = HEIGHT
 
 
-def styles(labels: Sequence[str], palette: Palette) -> dict[str, Style]:
+def styles(labels: Sequence[str]) -> dict[str, Style]:
     """One style a label: an implementation looks the same in every figure; variants and all else follow in order."""
     styled: dict[str, Style] = {}
     others = 0
     for label in labels:
         role, line = label.split(" ")[0], LINES[0]
-        if role not in IMPLEMENTATIONS or palette[role] in [style.colour for style in styled.values()]:
+        if role not in IMPLEMENTATIONS or COLOURS[role] in [style.colour for style in styled.values()]:
             role, line = f"other-{others % OTHERS}", LINES[(others // OTHERS) % len(LINES)]
             others += 1
-        styled[label] = Style(palette[role], line, MARKERS[len(styled) % len(MARKERS)])
+        styled[label] = Style(COLOURS[role], line, MARKERS[len(styled) % len(MARKERS)])
     return styled
 
 
-def scheme(dark: bool) -> Palette:
-    """role -> colour, of one of the two schemes."""
-    return {role: colours[dark] for role, colours in COLOURS.items()}
-
-
-def css_variables(dark: bool) -> str:
-    """The palette as CSS declarations."""
-    return "".join(f"--{role}:{colour};" for role, colour in scheme(dark).items())
-
-
 def render_svg(chart: Chart) -> str:
-    """An <svg> element whose colours are the CSS variables of `css_variables`, with ids that no other figure has."""
+    """An <svg> element with ids that no other figure has, on the background of the page."""
     text = io.StringIO()
     with mpl.rc_context(_RC):
-        figure = _draw(chart, scheme(dark=False), FigureCanvasSVG)
+        figure = _draw(chart, FigureCanvasSVG)
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :].strip()
-    for role, (light, _) in COLOURS.items():
-        svg = svg.replace(light, f"var(--{role})")
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{chart.name}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{chart.name}-\1)", svg)
     svg = re.sub(r'href="#([^"]+)"', rf'href="#{chart.name}-\1"', svg)
@@ -138,35 +120,35 @@ def render_svg(chart: Chart) -> str:
     return svg.replace("<svg ", f'<svg role="img" aria-label="{_attribute(chart.title)}" ', 1)
 
 
-def render_png(chart: Chart, dark: bool) -> bytes:
+def render_png(chart: Chart) -> bytes:
     """PNG at twice the size of a screen's pixels."""
     file = io.BytesIO()
     with mpl.rc_context(_RC):
-        figure = _draw(chart, scheme(dark), FigureCanvasAgg)
+        figure = _draw(chart, FigureCanvasAgg)
         figure.savefig(file, format="png", dpi=200, metadata={"Software": None})
     return file.getvalue()
 
 
-def _draw(chart: Chart, palette: Palette, canvas: type[FigureCanvasAgg] | type[FigureCanvasSVG]) -> Figure:
-    figure = Figure(figsize=(WIDTH, chart.height), layout="constrained", facecolor=palette["surface"])
+def _draw(chart: Chart, canvas: type[FigureCanvasAgg] | type[FigureCanvasSVG]) -> Figure:
+    figure = Figure(figsize=(WIDTH, chart.height), layout="constrained", facecolor=COLOURS["surface"])
     canvas(figure)
-    chart.draw(figure, palette)
+    chart.draw(figure)
     return figure
 
 
-def label_axes(axes: Axes, palette: Palette, title: str, xlabel: str = "") -> None:
+def label_axes(axes: Axes, title: str, xlabel: str = "") -> None:
     """Give axes their title, label and look. The title takes the place of a y label, which would have to be rotated."""
-    axes.set_facecolor(palette["surface"])
-    axes.set_title(title, loc="left", color=palette["muted"], pad=7)
-    axes.set_xlabel(xlabel, color=palette["muted"], loc="right")
-    axes.grid(color=palette["grid"], linewidth=0.8)
+    axes.set_facecolor(COLOURS["surface"])
+    axes.set_title(title, loc="left", color=COLOURS["muted"], pad=7)
+    axes.set_xlabel(xlabel, color=COLOURS["muted"], loc="right")
+    axes.grid(color=COLOURS["grid"], linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(palette["grid"])
-    axes.tick_params(which="both", colors=palette["muted"], length=0, labelcolor=palette["ink"])
+    axes.spines["bottom"].set_color(COLOURS["grid"])
+    axes.tick_params(which="both", colors=COLOURS["muted"], length=0, labelcolor=COLOURS["ink"])
 
 
-def legend(figure: Figure, axes: Axes, palette: Palette) -> None:
+def legend(figure: Figure, axes: Axes) -> None:
     """All labels in rows above the axes."""
     named = {label: handle for handle, label in reversed(list(zip(*axes.get_legend_handles_labels(), strict=True)))}
     labels, handles = list(reversed(named)), list(reversed(named.values()))
@@ -174,7 +156,7 @@ def legend(figure: Figure, axes: Axes, palette: Palette) -> None:
         return
     columns = legend_columns(labels)
     figure.legend(
-        handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=palette["ink"],
+        handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=COLOURS["ink"],
         handlelength=1.6, handletextpad=0.5, columnspacing=1.4, borderaxespad=0.2,
     )  # fmt: skip
 
@@ -203,13 +185,13 @@ def log_axis(axes: Axes, low: float, high: float) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
 
 
-def finish_steps(figure: Figure, axes: Axes, palette: Palette, title: str) -> None:
+def finish_steps(figure: Figure, axes: Axes, title: str) -> None:
     """Give axes over the steps of a run their title, ticks and legend."""
-    label_axes(axes, palette, title, "step")
+    label_axes(axes, title, "step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.margins(x=0.03)
-    legend(figure, axes, palette)
+    legend(figure, axes)
 
 
 def _attribute(text: str) -> str:

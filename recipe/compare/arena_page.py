@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from recipe.compare.arena_figures import arena_charts, forest
+from recipe.compare.arena_notes import arena_headline, departures, go_on, lr_warnings, skewed
 from recipe.compare.arena_results import Arena, Comparison, Reading, compare_arms, race
 from recipe.compare.arena_tables import (
+    apart,
     cost_table,
     lr_table,
     plan_table,
@@ -17,28 +19,27 @@ from recipe.compare.arena_tables import (
     size_table,
     verdict_table,
 )
-from recipe.compare.arena_text import arena_answer, departures, go_on, lr_warnings
+from recipe.compare.notes import notes_on
 from recipe.compare.page import Report, Section, draw, sources_of, subtitle, write_page
 from recipe.compare.runs import RunSet
 from recipe.compare.statistics import ALPHA
-from recipe.compare.tables import as_csv, run_table, runs_csv
-from recipe.compare.text import notes_on
+from recipe.compare.tables import run_table, runs_csv
 from recipe.files import to_json
 from recipe.run.arms import LR
 from recipe.run.queue.plan import Plan
 from recipe.wording import percent
 
-RESULTS, VERDICTS = "arena.json", "verdicts.csv"
+RESULTS = "arena.json"
 
 
 def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> Report:
-    """Write index.html, arena.json, verdicts.csv, runs.csv and figures/ into `out`.
+    """Write index.html, arena.json, runs.csv and figures/ into `out`.
 
     folder  of the sweep, which the command that goes on names
     """
     arena = compare_arms(plan, run_set.runs)
     (out / "figures").mkdir(parents=True, exist_ok=True)
-    answer, command = arena_answer(arena), go_on(arena, folder)
+    found, command = arena_headline(arena), go_on(arena, folder)
     run = run_set.runs[0]
     tables = (
         verdict_table(arena),
@@ -53,7 +54,7 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
         "",
         f"{len(plan.arms)} arms, {run.option('model.name', 'model')} on {run.option('data.name', 'data')}",
         subtitle(run_set.runs),
-        answer,
+        found,
         tuple(draw(chart, out) for chart in arena_charts(arena)),
         tuple(table for table in tables if table),
     )
@@ -66,11 +67,12 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
         for run in run_set.runs
     }
     report = Report(
-        headline=answer.headline,
-        tone=answer.tone,
+        headline=found.text,
+        tone=found.tone,
         outcome=None,
+        lines=tuple((one.arm.name, f"{one.verdict.value}, {apart(one)}") for one in arena.comparisons),
         sections=(section,),
-        notes=(*lr_warnings(arena), *departures(arena), *notes_on(run_set, [])),
+        notes=(*skewed(arena), *lr_warnings(arena), *departures(arena), *notes_on(run_set, [])),
         runs=run_table(run_set.runs, labels, places, "arm"),
         sources=sources_of(run_set.runs),
         method="arena_method.j2",
@@ -79,7 +81,6 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
     )
     csv = runs_csv(run_set.runs, labels, places, "arm")
     write_page(report, out, csv, margin=percent(plan.margin), looks=plan.planned_looks, alpha=percent(ALPHA))
-    (out / VERDICTS).write_text(as_csv(tables[0]), encoding="utf-8")
     (out / RESULTS).write_text(to_json(as_json(arena), indent=2) + "\n", encoding="utf-8")
     return report
 

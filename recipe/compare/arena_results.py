@@ -6,13 +6,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recipe.compare.pairing import by_seed, difference, pairs_of
+from recipe.compare.pairing import by_seed, difference, equal_to_the_bit, pairs_of
 from recipe.compare.runs import Run, Series
 from recipe.compare.statistics import (
     ALPHA,
@@ -29,6 +28,7 @@ from recipe.files import number
 from recipe.run.queue.plan import Plan, PlannedRun
 
 LOSS = "val/loss"
+SOLVED = 0.01  # of wrong answers
 Interval = tuple[float, float]
 
 
@@ -37,12 +37,6 @@ class Reading(NamedTuple):
 
     mean: float
     interval: Interval
-
-    @property
-    def sign(self) -> int:
-        """-1 where the arm's loss is lower, 1 where it is higher, 0 where the interval holds 0."""
-        low, high = self.interval
-        return -1 if high < 0 else int(low > 0)
 
 
 @dataclass(frozen=True)
@@ -59,19 +53,17 @@ class Tried:
 
 @dataclass(frozen=True)
 class ArmRuns:
-    """The runs of an arm on the seeds of the plan, and the runs that tried learning rates."""
+    """The runs of an arm on the seeds of the plan, and the runs that tried learning rates.
+
+    losses  of each seed: its final validation loss or share of wrong answers, infinite where it diverged. Runs without
+            a result are left out.
+    """
 
     name: str
     runs: Mapping[int, Run]
+    losses: Mapping[int, float]
     tried: tuple[Tried, ...]
     lr: float | None
-
-    @cached_property
-    def losses(self) -> dict[int, float]:
-        """The result of each seed: its final validation loss, infinite where it diverged. Runs without a result are
-        left out."""
-        losses = {seed: result(run) for seed, run in self.runs.items()}
-        return {seed: loss for seed, loss in losses.items() if loss is not None}
 
     @property
     def diverged(self) -> list[int]:
@@ -137,6 +129,12 @@ class Comparison:
         return [seed for seed, difference in self.differences.items() if not math.isfinite(difference)]
 
     @property
+    def equal(self) -> bool:
+        """Whether every run logged the losses of its partner, bit for bit."""
+        pairs = pairs_of(self.arm.runs, self.baseline.runs)
+        return bool(pairs) and all(equal_to_the_bit(*pair) for pair in pairs.values())
+
+    @property
     def share(self) -> float | None:
         """The mean difference as a share of the baseline's loss; None where that loss is the smaller of the two."""
         if self.test is None or not self.baseline.loss or abs(self.test.mean) > self.baseline.loss:
@@ -146,23 +144,50 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Arena:
-    """The plan, the runs, and the comparisons in the order of the plan."""
+    """The plan, the runs, and the comparisons in the order of the plan.
+
+    task  the data set whose answers are judged; None where the validation loss is
+    """
 
     plan: Plan
     arms: Mapping[str, ArmRuns]
     comparisons: tuple[Comparison, ...]
     runs: Mapping[int, Run]
+    task: str | None
+
+    @property
+    def quantity(self) -> str:
+        """What is judged; less is better."""
+        return "wrong answers" if self.task else "val loss"
+
+    def solved(self, arm: ArmRuns) -> bool:
+        """Whether an arm answers the task with every planned seed, but for SOLVED."""
+        complete = len(arm.losses) == len(self.plan.seeds)
+        return self.task is not None and complete and max(arm.losses.values()) <= SOLVED
 
     @property
     def baseline(self) -> ArmRuns:
         return self.arms[self.plan.baseline]
 
 
-def result(run: Run) -> float | None:
-    """The final validation loss of a run; infinite where it diverged, None where it has no result."""
+def result(run: Run, task: str | None = None) -> float | None:
+    """The final validation loss of a run, or its share of wrong answers; infinite where it diverged, None where it has
+    no result."""
     if run.diverged() is not None:
         return math.inf
-    return run.final(LOSS) if run.status == "completed" else None
+    if run.status != "completed":
+        return None
+    if task is None:
+        return run.final(LOSS)
+    right = run.series(f"probe/{task}").finite().last()
+    return None if right is None else 1 - right
+
+
+def task_of(runs: Sequence[Run]) -> str | None:
+    """The data set of all runs, where a probe of that name measured the share of right answers; else None."""
+    names = {str(run.option("data.name")) for run in runs}
+    name = names.pop() if len(names) == 1 else ""
+    return name if any(f"probe/{name}" in run.metrics for run in runs) else None
 
 
 def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
@@ -170,29 +195,31 @@ def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
 
     runs  in the sweep's folder; their names are the numbers of the plan
     """
-    known = {int(run.name): run for run in runs if run.name.isdigit()}
-    arms = {arm: _arm_runs(plan, arm, known) for arm in plan.arms}
+    known, task = {int(run.name): run for run in runs if run.name.isdigit()}, task_of(runs)
+    arms = {arm: _arm_runs(plan, arm, known, task) for arm in plan.arms}
     pairs = {arm: _differences(arms[arm], arms[plan.baseline]) for arm in plan.others}
     p_values = {arm: _p_value(plan, differences) for arm, differences in pairs.items()}
     levels = dict(zip(pairs, holm_levels(list(p_values.values()), ALPHA / plan.planned_looks), strict=True))
     comparisons = [
-        _compare(plan, arms[arm], arms[plan.baseline], pairs[arm], p_values[arm], levels[arm]) for arm in pairs
+        _compare(plan, arms[arm], arms[plan.baseline], pairs[arm], p_values[arm], levels[arm], task) for arm in pairs
     ]
-    return Arena(plan, arms, tuple(comparisons), known)
+    return Arena(plan, arms, tuple(comparisons), known, task)
 
 
-def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run]) -> ArmRuns:
+def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run], task: str | None) -> ArmRuns:
     def of(planned: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Run]]:
         return [(one, runs[one.number]) for one in planned if one.arm == arm and one.number in runs]
 
     losses: dict[float, list[float]] = {lr: [] for lr in plan.lr[arm]} if len(plan.lr[arm]) > 1 else {}
     for planned, run in of(plan.lr_runs()):
-        loss = result(run)
+        loss = result(run, task)
         if planned.lr is not None and (loss is not None or run.out_of_memory):
             losses[planned.lr].append(math.inf if loss is None else loss)
     tried = tuple(Tried(lr, tuple(of_rate)) for lr, of_rate in losses.items())
     seeds = [one for one in plan.seed_runs() if one.size == plan.layers[-1]]
-    return ArmRuns(arm, by_seed(run for _, run in of(seeds)), tried, next(s.lr for s in seeds if s.arm == arm))
+    trained = by_seed(run for _, run in of(seeds))
+    results = {seed: loss for seed, run in trained.items() if (loss := result(run, task)) is not None}
+    return ArmRuns(arm, trained, results, tried, next(s.lr for s in seeds if s.arm == arm))
 
 
 def _differences(arm: ArmRuns, baseline: ArmRuns) -> dict[int, float]:
@@ -210,12 +237,18 @@ def _p_value(plan: Plan, differences: Mapping[int, float]) -> float:
 
 
 def _compare(
-    plan: Plan, arm: ArmRuns, baseline: ArmRuns, differences: Mapping[int, float], p: float, level: float
+    plan: Plan,
+    arm: ArmRuns,
+    baseline: ArmRuns,
+    differences: Mapping[int, float],
+    p: float,
+    level: float,
+    task: str | None,
 ) -> Comparison:
     values = np.array(list(differences.values()))
     finite = values[np.isfinite(values)]
     test = paired(finite) if len(finite) > 1 else None
-    margin = plan.margin * (baseline.loss or 0.0)
+    margin = plan.margin * (1.0 if task else baseline.loss or 0.0)  # of all answers, or of the loss
     missing = tuple(seed for seed in plan.seeds if seed not in differences)
     verdict = Verdict.undecided
     if not missing and len(finite) < len(values):  # an infinite difference has no mean: its rank decides

@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from recipe.compare.arena_results import Arena, ArmRuns, differences_by_size, race, slope
+from recipe.compare.arena_results import Arena, ArmRuns, Comparison, differences_by_size, race, slope
 from recipe.compare.costs import attention_alone, median_of
-from recipe.compare.statistics import ALPHA, Paired, paired
-from recipe.compare.tables import DASH, Table, count, loss, memory, table
+from recipe.compare.statistics import ALPHA, POWER, Paired, paired
+from recipe.compare.tables import DASH, EQUAL, Table, bounds, count, loss, memory, signed, table
 from recipe.wording import percent
 
 PROBE = "probe/"
@@ -17,31 +17,45 @@ PROBE = "probe/"
 
 def verdict_table(arena: Arena) -> Table:
     """Each arm: its verdict, its loss, its difference to the baseline, and two tests of it."""
-    rows = [[arena.baseline.name, "baseline", *_of_arm(arena.baseline), *[DASH] * 5]]
+    rows = [[arena.baseline.name, "baseline", *_of_arm(arena.baseline), *[DASH] * 6]]
     for comparison in arena.comparisons:
-        test, interval = comparison.test, comparison.interval
-        alone = test.interval(ALPHA) if test else None
-        share = "" if comparison.share is None else f" ({100 * comparison.share:+.2f} %)"
+        test = comparison.test
+        share = "" if not comparison.share else f" ({100 * comparison.share:+.2f} %)"
+        missing = f", {len(comparison.missing)} missing" if comparison.missing else ""
+        seeds, rate, mean = _of_arm(comparison.arm)
         rows.append(
             [
                 comparison.arm.name,
                 comparison.verdict.value,
-                *_of_arm(comparison.arm),
-                f"{test.mean:+.4f}{share}" if test else DASH,
-                bounds(alone),
-                bounds(interval),
+                f"{seeds}{missing}",
+                rate,
+                mean,
+                EQUAL if comparison.equal else f"{signed(test.mean)}{share}" if test else DASH,
+                bounds(test.interval(ALPHA) if test else None),
+                bounds(comparison.interval),
                 f"{comparison.p:.2g}" if test else DASH,
                 DASH if comparison.p_sign_flip is None else f"{comparison.p_sign_flip:.2g}",
+                str(comparison.more or DASH),
             ]
         )
-    columns = ["arm", "verdict", "seeds", "learning rate", "val loss", "difference", "95 % interval", "judged by"]
-    columns += ["p (t)", "p (signs)"]
+    columns = ["arm", "verdict", "seeds", "learning rate", arena.quantity, "difference", "95 % interval", "judged by"]
+    columns += ["p (t)", "p (signs)", "seeds to add"]
     caption = (
-        "Losses are means with their deviation over the seeds; differences are paired by seed. The verdict follows "
+        "Means with their deviation over the seeds; differences are paired by seed. The verdict follows "
         'from the interval under "judged by", which is wider where there are several arms (Holm) or planned looks. '
-        "p-values are for one arm and one look."
+        f"p-values are for one arm and one look. Seeds to add find {percent(arena.plan.margin)} with a power of "
+        f"{percent(POWER)}."
     )
     return table("arms", "Verdicts", columns, rows, caption)
+
+
+def apart(comparison: Comparison) -> str:
+    """The difference of an arm with the interval that decides, in a few words."""
+    if comparison.equal:
+        return EQUAL
+    if comparison.test is None:
+        return "fewer than two pairs of seeds have a finite result"
+    return f"{signed(comparison.test.mean)} ({bounds(comparison.interval)})"
 
 
 def _of_arm(arm: ArmRuns) -> list[str]:
@@ -49,10 +63,6 @@ def _of_arm(arm: ArmRuns) -> list[str]:
     spread = f" ± {statistics.stdev(finite):.4f}" if len(finite) > 1 else ""
     seeds = f"{len(arm.losses)}" + (f", {len(arm.diverged)} diverged" if arm.diverged else "")
     return [seeds, DASH if arm.lr is None else f"{arm.lr:g}", loss(arm.loss) + spread]
-
-
-def bounds(interval: tuple[float, float] | None) -> str:
-    return DASH if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"
 
 
 def cost_table(arena: Arena) -> Table:
@@ -108,7 +118,8 @@ def race_table(arena: Arena) -> Table:
 
 def plus_minus(mean: float, interval: tuple[float, float]) -> str:
     """A difference with half of its interval: "-0.1018 ± 0.0070"."""
-    return f"{mean:+.4f} ± {interval[1] - mean:.4f}"
+    half = interval[1] - mean
+    return f"{signed(mean)} ± {half:.4f}" if half or mean else "0"
 
 
 def _speed(arm: ArmRuns) -> str:

@@ -1,4 +1,4 @@
-"""The measurements in each cell of a sweep, and conclusions: rankings, crossovers, predicted memory."""
+"""The measurements in each cell of a sweep, and crossovers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ import numpy as np
 
 from recipe.compare.runs import Run, number
 from recipe.compare.sweeps import Cell, Sweep
-
-GIB = 2**30
-# fp32 weights, their gradients, and AdamW's two moments.
-STATIC_BYTES_PER_PARAMETER = 16
 
 
 class Loss(NamedTuple):
@@ -33,11 +29,9 @@ class Speed(NamedTuple):
     low: float
     high: float
 
-    def times(self, other: Speed) -> Speed | None:
-        """The ratio to another speed; None where the ranges overlap, so that the difference may be chance."""
-        if self.low <= other.high and other.low <= self.high:
-            return None
-        return Speed(self.median / other.median, self.low / other.high, self.high / other.low)
+    def above(self, other: Speed) -> bool:
+        """Whether all of the range lies above another, so that the difference is no chance."""
+        return self.low > other.high
 
 
 class Point(NamedTuple):
@@ -70,16 +64,12 @@ class Crossover(NamedTuple):
     """The length from which on an implementation is faster than the reference at every measured length.
 
     seq_len  interpolated between the measured lengths around it; None where there is none
-    first    the measured length from which on it is faster; None where it is not faster at the longest
-    speedup  over the reference at the longest length that both were measured at; None where steps vary by more
-    longest  that length
+    first    the measured length from which on it is faster; None where it is not measurably faster at the longest
     """
 
     label: str
     seq_len: float | None
     first: int | None
-    speedup: Speed | None
-    longest: int
 
 
 def points(sweep: Sweep) -> dict[str, list[Point]]:
@@ -107,12 +97,6 @@ def _point(label: str, cell: Cell, sweep: Sweep) -> Point:
         val_loss=loss_of(run.final("val/loss") for run in done),
         tokens=median_of(number(run.summary.get("tokens")) for run in done),
     )
-
-
-def ranked(sweep: Sweep) -> list[Point]:
-    """Every implementation in every cell, the lowest loss first."""
-    every = [point for of_label in points(sweep).values() for point in of_label]
-    return sorted(every, key=lambda point: math.inf if point.loss is None else point.loss.mean)
 
 
 def loss_of(losses: Iterable[float | None]) -> Loss | None:
@@ -158,31 +142,6 @@ def attention_alone(runs: Iterable[Run]) -> bool:
     return any(run.summary.get("memory_source") == "attention" for run in runs)
 
 
-def predicted_memory(sweep: Sweep, label: str) -> list[tuple[int, float]]:
-    """(seq_len, GiB) at every length, from the two shortest that were measured.
-
-    tiles    constant + a * T
-    scores   constant + a * T + b * T^2, of naive and SDPA's math backend: the constant is 16 bytes a parameter, or
-             nothing where the attention alone was measured
-
-    Empty where no more than two were measured, or where the sequences of a micro-batch change with the length.
-    """
-    measured = [point for point in points(sweep)[label] if point.memory_gib is not None]
-    if len(measured) < 3 or sweep.axis != "seq_len" or len({run.sequences for run in sweep.runs}) > 1:
-        return []
-    run = measured[0].runs[0]
-    (T0, gib0), (T1, gib1) = ((point.position, point.memory_gib or 0.0) for point in measured[:2])
-    if run.attention == "naive" or (run.attention == "sdpa" and run.option("attention.backend") == "math"):
-        parameters = 0.0 if attention_alone([run]) else number(run.summary.get("parameters")) or 0.0
-        constant = min(STATIC_BYTES_PER_PARAMETER * parameters / GIB, gib0)
-        b = max(0.0, ((gib1 - constant) / T1 - (gib0 - constant) / T0) / (T1 - T0))
-        a = (gib0 - constant) / T0 - b * T0
-    else:
-        a = (gib1 - gib0) / (T1 - T0)
-        b, constant = 0.0, gib0 - a * T0
-    return [(cell.seq_len, constant + a * cell.seq_len + b * cell.seq_len**2) for cell in sweep.cells]
-
-
 def crossovers(sweep: Sweep, reference: str = "naive") -> list[Crossover]:
     """The length from which on each implementation is faster than `reference`, for those with lengths in common."""
     speeds = {
@@ -196,14 +155,14 @@ def crossovers(sweep: Sweep, reference: str = "naive") -> list[Crossover]:
         if label == reference or not shared:
             continue
         gains = [math.log(ours[T].median / theirs[T].median) for T in shared]
-        speedup = ours[shared[-1]].times(theirs[shared[-1]])
-        lasting = next((n for n in range(len(gains)) if speedup and min(gains[n:]) > 0), None)
+        faster = ours[shared[-1]].above(theirs[shared[-1]])
+        lasting = next((n for n in range(len(gains)) if faster and min(gains[n:]) > 0), None)
         length = None
         if lasting:  # straight lines in the logarithms of time and length
             (T0, T1), (g0, g1) = map(math.log, shared[lasting - 1 : lasting + 1]), gains[lasting - 1 : lasting + 1]
             length = math.exp(T0 + (T1 - T0) * -g0 / (g1 - g0))
         first = None if lasting is None else shared[lasting]
-        crossovers.append(Crossover(label, length, first, speedup, shared[-1]))
+        crossovers.append(Crossover(label, length, first))
     return crossovers
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from recipe.compare.costs import Point, attention_alone, crossovers, points, predicted_memory, same_tokens
+from recipe.compare.costs import Point, attention_alone, crossovers, points, same_tokens
 from recipe.compare.parity import rounding_of_a_step, seed_spread
-from recipe.compare.plots import Curves, Value, draw_difference, draw_over_axis, draw_probe, draw_steps
+from recipe.compare.plots import Curves, Value, draw_difference, draw_losses, draw_over_axis, draw_probe
 from recipe.compare.probes import probe_charts
-from recipe.compare.runs import Run
 from recipe.compare.sweeps import Cell, Sweep
 from recipe.compare.verdict import Outcome, Verdict
 from recipe.drawing import Chart, height_for
@@ -19,8 +17,6 @@ from recipe.training.parity import PARITY_MARGIN
 from recipe.wording import memory_unit
 
 MOST_CELLS = 2  # of a sweep, whose parity is drawn
-MOST_CURVES = 6  # of settings and implementations in one figure
-HIGHEST_PREDICTION = 10  # times the largest memory that was measured
 
 
 def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", prefix: str = "") -> list[Chart]:
@@ -32,24 +28,9 @@ def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", 
     judged = [verdict for verdict in verdicts if verdict.decisive]
     worst = sorted(judged, key=lambda v: (v.outcome is not Outcome.broken, -(v.probe.ratio if v.probe else 0.0)))
     cells = list({id(verdict.cell): verdict.cell for verdict in worst}.values())[:MOST_CELLS]
-    result, curves = list[Chart](), dict[str, list[Run]]()
-    if sweep.axis is None and len(sweep.cells) > 1:
-        labels, where = sweep.labels(), ""
-        agree = judged and all(verdict.outcome is not Outcome.broken for verdict in judged)
-        if agree or len(labels) * len(sweep.cells) > MOST_CURVES:  # the implementation that ran in most cells
-            labels = [max(reversed(labels), key=lambda label: sum(label in cell.labels() for cell in sweep.cells))]
-            where = f", {labels[0]}" if len(sweep.labels()) > 1 else ""
-        curves = {
-            f"{label} {cell.short}" if len(labels) > 1 else cell.short: list(cell.of(label).values())
-            for cell in sweep.cells
-            for label in labels
-            if label in cell.labels()
-        }
-        result += _step_charts(curves, where, coincide=False)
-    elif sweep.axis is None or cells:
-        cell = cells[0] if cells else sweep.cells[0]
-        curves = {label: list(cell.of(label).values()) for label in cell.labels()}
-        result += _step_charts(curves, f", {cell.short}" if len(sweep.cells) > 1 else "", coincide=True)
+    names = [(label, cell) for cell in sweep.cells for label in cell.labels()]
+    curves = {_name(label, cell, sweep): list(cell.of(label).values()) for label, cell in names}
+    result = loss_charts(curves, coincide=len(sweep.cells) == 1)
     result += probe_charts(curves)
     for n, cell in enumerate(cells):
         where = f", {cell.short}" if len(sweep.cells) > 1 else ""
@@ -57,48 +38,38 @@ def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", 
             [v for v in judged if v.cell is cell], cell, reference, where, f"-{n + 1}" if n else ""
         )
     first = ["memory"] if any(run.out_of_memory for run in sweep.runs) else []
-    result = [chart for chart in result if not (sweep.axis and chart.name == "throughput")]  # it is over the axis
-    order = [
-        "loss",
-        "difference",
-        "recall",
-        "position",
-        "probe",
-        *first,
-        "crossover",
-        "context",
-        "memory",
-        "throughput",
-    ]
+    order = ["loss", "difference", "recall", "position", "probe", *first]
+    order += ["crossover", "context", "memory", "throughput"]
     result += _axis_charts(sweep, reference) if sweep.axis else []
     result.sort(key=lambda chart: order.index(chart.name.split("-")[0]))
     return [Chart(prefix + c.name, c.title, c.caption, c.draw, c.height) for c in result]
 
 
-def loss_chart(curves: Curves) -> list[Chart]:
-    """The training loss over steps of any runs, by name; nothing where no run has two losses."""
-    return [chart for chart in _step_charts(curves, "", coincide=False) if chart.name == "loss"]
+def _name(label: str, cell: Cell, sweep: Sweep) -> str:
+    """A curve's name: the implementation, the setting, or both where a sweep has several of both."""
+    if len(sweep.cells) == 1:
+        return label
+    return f"{label} {cell.short}" if len(sweep.labels()) > 1 else cell.short
 
 
-def _step_charts(curves: Curves, where: str, coincide: bool) -> list[Chart]:
-    """Loss and speed over steps, by setting or by implementation."""
-    result, seeds = [], max((len(runs) for runs in curves.values()), default=0)
-    for name, metric in (("loss", "train/loss"), ("throughput", "throughput/tokens_per_s")):
-        shown = {  # a curve needs two points
-            label: runs
-            for label, runs in curves.items()
-            if any(len(run.series(metric).finite().steps) > 1 for run in runs)
-        }
-        loss = name == "loss"
-        caption = f"{seeds} seeds each. " if seeds > 1 else ""
-        if loss and len(shown) > 1 and coincide:
-            caption += f"{next(iter(shown))} is the wide line below the others. "
-        if loss and any(len(run.series("val/loss").steps) > 1 for runs in shown.values() for run in runs):
-            caption += "Marks are the validation loss."
-        draw = partial(draw_steps, curves=shown, metric=metric, coincide=coincide and loss)
-        title = f"{'Training loss' if loss else 'Throughput'}{where}"
-        result += [Chart(name, title, caption, draw, height_for(list(shown)))] if shown else []
-    return result
+def loss_charts(curves: Curves, coincide: bool = False) -> list[Chart]:
+    """The training loss over steps of any runs, by name; nothing where no run has two losses.
+
+    coincide  whether the curves should be equal
+    """
+    shown = {  # a curve needs two points
+        label: runs
+        for label, runs in curves.items()
+        if any(len(run.series("train/loss").finite().steps) > 1 for run in runs)
+    }
+    seeds = max((len(runs) for runs in curves.values()), default=0)
+    caption = f"{seeds} seeds each. " if seeds > 1 else ""
+    if len(shown) > 1 and coincide:
+        caption += f"{next(iter(shown))} is the wide line below the others. "
+    if any(len(run.series("val/loss").steps) > 1 for runs in shown.values() for run in runs):
+        caption += "Marks are the validation loss."
+    draw = partial(draw_losses, curves=shown, coincide=coincide)
+    return [Chart("loss", "Training loss", caption, draw, height_for(list(shown)))] if shown else []
 
 
 def _parity_charts(judged: Sequence[Verdict], cell: Cell, reference: str, where: str, suffix: str) -> list[Chart]:
@@ -133,19 +104,11 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
 
     alone = attention_alone(sweep.runs)
     unit, factor = memory_unit([point.memory_gib for its in table.values() for point in its])
-    predicted = {label: _until_out_of_memory(sweep, its, factor) for label, its in table.items()}
     caption = "Of the attention's tensors, not of the process." if alone else "Of the device's allocator."
-    if any(predicted.values()):
-        caption += " Dashes are predicted from the two shortest lengths: linear for tiles, quadratic for scores."
     title = "Memory of one attention layer" if alone else "Peak memory"
-    add("memory", title, caption, unit, lambda p: p.memory_gib and factor * p.memory_gib, dashes=predicted)
-    ideal = {
-        label: [(cell.devices, known[0][1] * cell.devices / known[0][0]) for cell in sweep.cells]
-        for label, its in table.items()
-        if sweep.axis == "devices" and (known := [(p.position, p.tokens_per_s) for p in its if p.tokens_per_s])
-    }
-    caption = "Median over the run." + (" Dashes are proportional to the devices." if ideal else "")
-    add("throughput", "Throughput", caption, "tokens per second", lambda p: p.tokens_per_s, dashes=ideal)
+    add("memory", title, caption, unit, lambda p: p.memory_gib and factor * p.memory_gib)
+    caption = "Median over the run."
+    add("throughput", "Throughput", caption, "tokens per second", lambda p: p.tokens_per_s)
     if sweep.axis == "seq_len" and crossovers(sweep, reference):
         theirs = {point.position: point.step_ms for point in table[reference]}
         caption = f"Step time of {reference} over that of each implementation. A ring marks where one overtakes."
@@ -170,9 +133,3 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
             log=False,
         )
     return result
-
-
-def _until_out_of_memory(sweep: Sweep, of_label: Sequence[Point], factor: float) -> list[tuple[int, float]]:
-    end = min((point.position for point in of_label if point.out_of_memory), default=math.inf)
-    highest = HIGHEST_PREDICTION * max([point.memory_gib or 0.0 for its in points(sweep).values() for point in its])
-    return [(T, factor * gib) for T, gib in predicted_memory(sweep, of_label[0].label) if end >= T and gib <= highest]

@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from data.untrusted import read_yaml
 from recipe import CONF
-from recipe.compare.runs import Run
-from recipe.files import flatten
+from recipe.compare.runs import UNKNOWN, Run
 
 # Settings in which runs may differ and still be compared step by step. Everything else has to be equal.
-_FREE = (
-    "seed", "resume", "device", "model.name", "data.cache", "hydra", "parity", "tracking", "attention", "arena",
-    "ladder",
-)  # fmt: skip
+_FREE = ("seed", "resume", "device", "model.name", "data.cache", "hydra", "parity", "tracking", "attention", "arena")
 _FREE_TRAINING = (
     "log_every", "eval_every", "checkpoint_every", "keep_last", "profile", "sample_tokens",
     "cpu_memory_gib", "time_attention",
 )  # fmt: skip
-_GROUPS = ("data", "score", "optimizer", "model", "schedule")  # whose files in conf/ are choices, in its order
-_NAMING = ("score", "model")  # a label that names a choice of these also names the settings that differ from it
+_GROUPS = ("data", "score", "optimizer", "model", "schedule")  # whose names are choices of files in conf/
+_OFF = ("null", "false")
 _LONGEST = 3  # settings in a heading
 
 Place = tuple[str, ...]
@@ -50,62 +45,52 @@ def among(name: str, groups: Iterable[str]) -> bool:
     return any(name == group or name.startswith(f"{group}.") for group in groups)
 
 
-def places(members: Sequence[Sequence[Run]], only: Collection[str] | None = None) -> list[Place]:
+def places(members: Sequence[Sequence[Run]]) -> list[Place]:
     """The settings in which groups of runs differ from each other: [("seq_len=512",), ("seq_len=1024",)].
 
-    members  the runs of each group, which agree in the settings that may be used
-    only     the names of these; None: all that count in a comparison
+    members  the runs of each group; a setting that varies within one is not named
 
-    A file of conf/ stands for the settings it makes, such as score=window, and settings that differ from it follow.
-    A setting that most groups share is left out, unless nothing else remains.
+    The choice of a file in conf/, such as score=window, stands for the settings of its group that are the same
+    wherever that choice is. A value that most groups share is left out, unless labels would be empty or equal.
     """
-    keys = [comparison_key(runs[0]) for runs in members]
-    if only is not None:
-        keys = [{name: value for name, value in key.items() if name in only} for key in keys]
-    differing = {name for name in set().union(*keys) if len({key.get(name) for key in keys}) > 1}
-    choices = {
-        group: chosen
-        for group in _GROUPS
-        if only is None or all(name in only for name in comparison_key(members[0][0]) if among(name, (group,)))
-        if None not in (chosen := [_choice(runs, group) for runs in members]) and len(set(chosen)) > 1
-    }
-    made = [_made_by({group: str(chosen[n]) for group, chosen in choices.items()}, key) for n, key in enumerate(keys)]
-    follow = {name for name in differing if _follows(name, keys, made, choices)}
-    named = {f"{group}.name" for group in choices}
-    usual = {name: common for name in differing if (common := _most_common([key.get(name) for key in keys]))}
-    brief, whole = list[Place](), list[Place]()
-    for n, key in enumerate(keys):
-        departures = {name for name, value in made[n].items() if not _same(value, key[name])} - named
-        of_names = {name for name in departures if among(name, [group for group in _NAMING if group in choices])}
-        others = (differing - follow - made[n].keys() - named) | (departures & differing)
-        chosen_here = [f"{group}={chosen[n]}" for group, chosen in choices.items()]
-        unusual = {name for name in others if name not in usual or key.get(name) != usual[name][0]}
-        for labels, names in ((brief, unusual | of_names), (whole, others | of_names)):
-            labels.append((*chosen_here, *(f"{name}={_typed(key.get(name))}" for name in sorted(names))))
-    brief = [short or long for short, long in zip(brief, whole, strict=True)]
-    # The last one serves choices of one name that made different settings, in different versions of this recipe.
-    every = [tuple(f"{name}={_typed(key.get(name))}" for name in sorted(differing)) for key in keys]
-    return next((labels for labels in (brief, whole) if len(set(labels)) == len(labels)), every)
+    names = {name for runs in members for run in runs for name in comparison_key(run)}
+    keys = [_shared(runs, names) for runs in members]
+    shared = set.intersection(*map(set, keys))
+    differing = sorted(name for name in shared if len({key[name] for key in keys}) > 1)
+    choices = [name for name in differing if name in _GROUPS]
+    settings = [name for name in differing if name not in choices and not _follows(name, keys, choices)]
+    if "score" in choices:  # score=causal says that there is no window
+        alike = {name for name in shared - {*differing} if among(name, ("score",)) and keys[0][name] not in _OFF}
+        settings = sorted({*settings, *alike})
+    usual = {name: _most_common([key[name] for key in keys]) if name in differing else [] for name in settings}
+    full = [tuple(f"{name}={_typed(key[name])}" for name in (*choices, *settings)) for key in keys]
+    brief = [
+        tuple(f"{name}={_typed(key[name])}" for name in (*choices, *settings) if key[name] not in usual.get(name, []))
+        for key in keys
+    ]
+    brief = [short or long for short, long in zip(brief, full, strict=True)]
+    return brief if len(set(brief)) == len(brief) else full
 
 
-def headings(sweeps: Sequence[Sequence[Sequence[Run]]]) -> list[Place]:
-    """The settings that a sweep's runs share and in which sweeps differ, for the runs of each cell of each sweep."""
-    names = set.intersection(*(set(_shared(cells)) for cells in sweeps))
-    return places([[run for cell in cells for run in cell] for cells in sweeps], names)
+def _shared(runs: Sequence[Run], names: Iterable[str]) -> dict[str, str]:
+    """The settings in which runs agree, with the files of conf/ that all name: {"score": "window"}.
+
+    Runs that were killed before they recorded a device count only where there are no others.
+    """
+    keys = [comparison_key(run) for run in runs if run.device != UNKNOWN] or [comparison_key(runs[0])]
+    result = {name: keys[0].get(name, "default") for name in names if len({key.get(name) for key in keys}) == 1}
+    for group in _GROUPS:
+        chosen = {str(run.option(f"{group}.name")) for run in runs}
+        if len(chosen) == 1 and chosen <= {path.stem for path in (CONF / group).glob("*.yaml")}:
+            result[group] = chosen.pop()
+    return result
 
 
-def names_apart(sweeps: Sequence[Sequence[Sequence[Run]]]) -> list[str]:
-    """The settings of `headings` by name, with a group of conf/ for those in it where its choice differs."""
-    shared = [_shared(cells) for cells in sweeps]
-    names = {name for name in set.intersection(*map(set, shared)) if len({key[name] for key in shared}) > 1}
-    groups = [group for group in _GROUPS if f"{group}.name" in names]
-    return [*groups, *sorted(name for name in names if not among(name, groups))]
-
-
-def _shared(cells: Sequence[Sequence[Run]]) -> dict[str, str]:
-    """The settings in which the runs of all cells agree."""
-    first, *others = [comparison_key(runs[0]) for runs in cells]
-    return {name: value for name, value in first.items() if all(key.get(name) == value for key in others)}
+def _follows(name: str, keys: Sequence[Mapping[str, str]], choices: Sequence[str]) -> bool:
+    """Whether a setting is the same wherever the choice of its group is."""
+    group = name.partition(".")[0]
+    pairs = {(key.get(group), key[name]) for key in keys}
+    return group in choices and len(pairs) == len({choice for choice, _ in pairs})
 
 
 def heading(place: Place) -> str:
@@ -114,65 +99,16 @@ def heading(place: Place) -> str:
     return ", ".join(place[:_LONGEST]) + (f" and {more} more setting{'s' if more > 1 else ''}" if more > 0 else "")
 
 
-def _choice(runs: Sequence[Run], group: str) -> str | None:
-    """The file of conf/<group> that all runs name; None where they differ, or there is no such file."""
-    names = {str(run.option(f"{group}.name")) for run in runs}
-    return names.pop() if len(names) == 1 and names <= set(_files(group)) else None
-
-
-def _files(group: str) -> list[str]:
-    return [path.stem for path in (CONF / group).glob("*.yaml")]
-
-
-def _made_by(choices: Mapping[str, str], key: Mapping[str, str]) -> dict[str, str]:
-    """The settings of `key` that files of conf/ make, by their dotted names. A score has nothing that its file does not
-    name."""
-    made = {name: "null" for name in key if "score" in choices and among(name, ("score",))}
-    for group, choice in choices.items():
-        content = read_yaml(CONF / group / f"{choice}.yaml")
-        nested = content if isinstance(content.get(group), dict) else {group: content}
-        made |= {name: _printed(value) for name, value in flatten(nested).items() if name in key}
-    return made
-
-
-def _follows(
-    name: str,
-    keys: Sequence[Mapping[str, str]],
-    made: Sequence[Mapping[str, str]],
-    choices: Mapping[str, Sequence[str | None]],
-) -> bool:
-    """Whether a setting follows from a choice: a file makes it, and it is the same wherever that choice is."""
-    if not any(name in of_files for of_files in made):
-        return False
-    for chosen in choices.values():
-        pairs = {(choice, key.get(name)) for choice, key in zip(chosen, keys, strict=True)}
-        if len(pairs) == len(set(chosen)):
-            return True
-    return False
-
-
-def _most_common(values: Sequence[str | None]) -> tuple[str | None] | None:
-    """The value that more groups have than any other; None without one."""
+def _most_common(values: Sequence[str]) -> list[str]:
+    """The value that more groups have than any other, if there is one."""
     (first, most), *others = Counter(values).most_common(2)
-    return None if others and others[0][1] == most else (first,)
-
-
-def _same(made: str, recorded: str | None) -> bool:
-    """Whether a file's value is the recorded one: 6e-4 is read as text, and `off` may be null or false."""
-    if recorded is None:
-        return False
-    if made == recorded or (made == "null" and recorded == "false"):
-        return True
-    try:
-        return float(made.strip('"')) == float(recorded.strip('"'))
-    except ValueError:
-        return False
+    return [] if others and others[0][1] == most else [first]
 
 
 def _printed(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _typed(value: str | None) -> str:
+def _typed(value: str) -> str:
     """A value as an override has it."""
-    return "default" if value is None else value.strip('"')
+    return value.strip('"')

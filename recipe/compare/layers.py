@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from recipe.compare.runs import Run
-from recipe.wording import listed, times
 
 ERRORS = ("parity/attention_error", "parity/attention_error_higher")
 
@@ -30,23 +29,6 @@ class Alone(NamedTuple):
     def agrees(self) -> bool:
         """Whether rounding explains all errors."""
         return max(self.errors.values()) <= 1
-
-    def sentences(self) -> list[str]:
-        """The measurement behind the verdict, or the fault, and the parts that could not be compared."""
-        precision, largest = max(self.errors.items(), key=lambda item: item[1])
-        shares = listed([f"{share:.2g} in {name}" for name, share in self.errors.items()])
-        if self.agrees:
-            checks = f"{self.checks} check{'s' if self.checks > 1 else ''} in training and evaluation"
-            verdict = [
-                f"Each layer's attention alone is within rounding of fp64, row by row ({shares} of it; {checks})."
-            ]
-        else:
-            error = "not finite" if largest == float("inf") else f"{times(largest)} what rounding explains"
-            verdict = [f"Its attention alone is wrong: {error} at step {self.step:,} ({self.where})."]
-        unseen = list(self.unseen)
-        if not {"fp32", "fp64"} & set(self.errors):
-            unseen.append(f"errors below the rounding of {precision}")
-        return [*verdict, f"Not seen: {listed(unseen)}."] if unseen else verdict
 
 
 def alone_worst(runs: Sequence[Run]) -> Alone | None:

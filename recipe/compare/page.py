@@ -11,17 +11,18 @@ import jinja2
 from markupsafe import Markup
 
 from recipe.compare.figures import charts
-from recipe.compare.labels import heading, headings, places
+from recipe.compare.headline import Headline, headline
+from recipe.compare.labels import heading, places
+from recipe.compare.notes import notes_on
 from recipe.compare.parity import judge
 from recipe.compare.runs import Run, RunSet
 from recipe.compare.sweeps import Sweep, labels_of, sweeps_of
-from recipe.compare.tables import Table, ablation_table, cell_table, run_table, runs_csv
-from recipe.compare.text import Answer, answer, notes_on
+from recipe.compare.tables import Table, ablation_table, cell_table, parity_table, run_table, runs_csv
 from recipe.compare.verdict import Outcome, Verdict, outcome_of
-from recipe.drawing import Chart, css_variables, render_png, render_svg
+from recipe.drawing import Chart, render_png, render_svg
 from recipe.files import number
 from recipe.training.parity import PARITY_MARGIN
-from recipe.wording import duration
+from recipe.wording import duration, times
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -41,7 +42,7 @@ class Section(NamedTuple):
     prefix: str
     title: str
     subtitle: str
-    answer: Answer
+    headline: Headline
     drawings: tuple[Drawing, ...]
     tables: tuple[Table, ...]
 
@@ -52,6 +53,7 @@ class Report(NamedTuple):
     headline: str
     tone: str
     outcome: Outcome | None  # the parity verdict, where implementations were compared
+    lines: tuple[tuple[str, str], ...]  # a label, and what was found, for the terminal
     sections: tuple[Section, ...]
     notes: tuple[str, ...]
     runs: Table
@@ -71,19 +73,20 @@ def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report
     cells = [cell for sweep in sweeps for cell in sweep.cells]
     found_at = places([cell.runs for cell in cells])
     where = {run.name: ", ".join(place) for cell, place in zip(cells, found_at, strict=True) for run in cell.runs}
-    differing = headings([[cell.runs for cell in sweep.cells] for sweep in sweeps])
+    differing = places([sweep.runs for sweep in sweeps])
     verdicts = judge(cells, reference)
     (out / "figures").mkdir(parents=True, exist_ok=True)
     sections = tuple(
         _section(sweep, verdicts, reference, f"{n + 1}-" if len(sweeps) > 1 else "", heading(differing[n]), out)
         for n, sweep in enumerate(sweeps)
     )
-    spoken = next((s for s in sections if s.answer.tone == "broken"), sections[0])
+    spoken = next((section.headline for section in sections if section.headline.tone == "broken"), sections[0].headline)
     outcome = outcome_of([verdict for verdict in verdicts if verdict.decisive])
     report = Report(
-        headline=spoken.answer.headline,
-        tone=spoken.answer.tone,
+        headline=spoken.text,
+        tone=spoken.tone,
         outcome=outcome,
+        lines=tuple(lines_of(verdicts)),
         sections=sections,
         notes=tuple(notes_on(run_set, sweeps)),
         runs=run_table(runs, labels, where),
@@ -101,12 +104,11 @@ def write_page(report: Report, out: Path, csv: str, **shown: Any) -> None:
     shown  values for the template of the method
     """
     shown["report"] = report
-    light, dark = Markup(css_variables(dark=False)), Markup(css_variables(dark=True))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, autoescape=True,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    page = environment.get_template("index.html.j2").render(shown, light=light, dark=dark)
+    page = environment.get_template("index.html.j2").render(shown)
     (out / "index.html").write_text(page, encoding="utf-8")
     (out / "runs.csv").write_text(csv, encoding="utf-8")
 
@@ -121,21 +123,35 @@ def _section(
     """
     verdicts_here = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
     model, data = (_all_of(str(run.option(f"{part}.name", part)) for run in sweep.runs) for part in ("model", "data"))
+    tables = parity_table(verdicts_here, reference), cell_table(sweep), ablation_table(sweep.runs)
     return Section(
         prefix,
         f"{model} on {data}{f', {settings}' if settings else ''}",
         subtitle(sweep.runs),
-        answer(sweep, verdicts_here, reference),
+        headline(sweep, verdicts_here, reference),
         tuple(draw(chart, out) for chart in charts(sweep, verdicts_here, reference, prefix)),
-        tuple(table for table in (cell_table(sweep, verdicts_here), ablation_table(sweep.runs)) if table),
+        tuple(table for table in tables if table),
     )
 
 
+def lines_of(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
+    """The worst verdict on each implementation, in a few words."""
+    order = [Outcome.holds, Outcome.open, Outcome.broken]
+    worst: dict[str, Verdict] = {}
+    for verdict in sorted(verdicts, key=lambda v: (order.index(v.outcome), v.probe.ratio if v.probe else 0.0)):
+        worst[verdict.label] = verdict
+    return [
+        (label, verdict.outcome.value + (f", {times(verdict.probe.ratio)} the rounding" if verdict.probe else ""))
+        for label, verdict in worst.items()
+    ]
+
+
 def subtitle(runs: Sequence[Run]) -> str:
-    """The model, the lengths, the precision and the devices of runs, in a line."""
+    """The model, the score, the lengths, the dropout, the precision and the devices of runs, in a line."""
     sizes = {"layers": "layer", "heads": "head", "embd": "channel"}
     parts = [
         ", ".join(_from_to([run.option(f"model.n_{key}") for run in runs], unit) for key, unit in sizes.items()),
+        f"score {_all_of(str(run.option('score.name') or run.option('score.formula') or 'causal') for run in runs)}",
         f"seq_len {_from_to([run.seq_len for run in runs])}",
         f"dropout {_all_of(format(run.option('attention.dropout') or 0.0, 'g') for run in runs)}",
         _all_of(run.precision for run in runs),
@@ -160,8 +176,7 @@ def _all_of(values: Iterable[str]) -> str:
 def draw(chart: Chart, out: Path) -> Drawing:
     """The renderings of a figure, with its files below `out`."""
     path = f"figures/{chart.name}"
-    (out / f"{path}.png").write_bytes(render_png(chart, dark=False))
-    (out / f"{path}-dark.png").write_bytes(render_png(chart, dark=True))
+    (out / f"{path}.png").write_bytes(render_png(chart))
     svg = Markup(render_svg(chart))  # drawn here, from numbers and escaped labels
     return Drawing(path, chart.title, chart.caption, svg)
 

@@ -25,3 +25,12 @@ def difference(run: Run, reference: Run, metric: str = "train/loss") -> Series:
     a, b = run.series(metric).finite(), reference.series(metric).finite()
     steps, in_a, in_b = np.intersect1d(a.steps, b.steps, return_indices=True)
     return Series(steps, a.values[in_a] - b.values[in_b])
+
+
+def equal_to_the_bit(run: Run, reference: Run) -> bool:
+    """Whether two runs logged the same losses at the same steps."""
+    return all(
+        bool(len(run.series(metric).steps) == len(reference.series(metric).steps))
+        and all(map(np.array_equal, run.series(metric), reference.series(metric)))
+        for metric in ("train/loss", "val/loss")
+    ) and run.final("val/loss") == reference.final("val/loss")

@@ -14,46 +14,45 @@ from recipe.compare.pairing import difference
 from recipe.compare.parity import EPS, MEASURES, beside_rounding, rolling_rms, rounding_of_a_step, seed_spread
 from recipe.compare.runs import Run
 from recipe.compare.sweeps import Cell, Sweep
-from recipe.drawing import Palette, finish_steps, label_axes, legend, log_axis, styles
+from recipe.drawing import COLOURS, finish_steps, label_axes, legend, log_axis, styles
 from recipe.training.parity import PARITY_MARGIN
-from recipe.wording import short_length, short_number
+from recipe.wording import short_length
 
 Curves = Mapping[str, Sequence[Run]]  # the name of a curve, and its seeds
 Value = Callable[[Point], float | None]
 Dots = Mapping[str, Sequence[tuple[int, float]]]  # the name of a line, and its points
 
 
-def draw_steps(figure: Figure, palette: Palette, curves: Curves, metric: str, coincide: bool) -> None:
-    """A metric over steps, the validation loss as marks; of curves that are to `coincide` the first is wide, below."""
+def draw_losses(figure: Figure, curves: Curves, coincide: bool) -> None:
+    """Training losses over steps, validation losses as marks; of curves that are to `coincide` the first is wide."""
     axes = figure.add_subplot()
-    looks, others, shown = styles(list(curves), palette), len(curves) - 1, [np.zeros(0)]
+    looks, others, shown = styles(list(curves)), len(curves) - 1, [np.zeros(0)]
     for n, (name, runs) in enumerate(curves.items()):
         # Dashes with gaps, so that coinciding curves show alternately.
         line = (4.0 * (n - 1), (4.0, 4.0 * (others - 1))) if coincide and n and others > 1 else "-"
         width = 3.2 if coincide and n == 0 and others else 1.5
         axes.plot([], [], color=looks[name].colour, lw=width, label=name)  # solid in the legend
         for run in runs:
-            series, val = run.series(metric).finite(), run.series("val/loss").finite()
+            series, val = run.series("train/loss").finite(), run.series("val/loss").finite()
             axes.plot(*series, color=looks[name].colour, ls=line, lw=width, zorder=2 + 0.1 * n)
-            if metric == "train/loss" and len(val.steps) > 1:
+            if len(val.steps) > 1:
                 axes.plot(
-                    *val, ls="", marker=looks[name].marker, color=looks[name].colour, mec=palette["surface"], mew=0.8,
+                    *val, ls="", marker=looks[name].marker, color=looks[name].colour, mec=COLOURS["surface"], mew=0.8,
                     ms=7 if width > 2 else 5, zorder=4 + 0.1 * n,
                 )  # fmt: skip
             # The start falls from the logarithm of the vocabulary and would flatten all the rest.
             shown.append(series.values[len(series.values) // 12 :])
     if len(values := np.concatenate(shown)):
         margin = 0.06 * (values.max() - values.min()) + 1e-3
-        axes.set_ylim(values.min() - margin if metric == "train/loss" else 0, values.max() + margin)
-    number = "{:g}".format if metric == "train/loss" else short_number  # losses may differ in the fourth digit
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    finish_steps(figure, axes, palette, "loss, nats per token" if metric == "train/loss" else "tokens per second")
+        axes.set_ylim(values.min() - margin, values.max() + margin)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # they may differ in the fourth digit
+    finish_steps(figure, axes, "loss, nats per token")
 
 
-def draw_difference(figure: Figure, palette: Palette, cell: Cell, reference: str) -> None:
+def draw_difference(figure: Figure, cell: Cell, reference: str) -> None:
     """|training loss - the reference's of the same seed|, with the spread between its seeds and its rounding."""
     axes = figure.add_subplot()
-    references, looks = cell.of(reference), styles(cell.labels(), palette)
+    references, looks = cell.of(reference), styles(cell.labels())
     sizes, last = [np.zeros(0)], 1
     for label in cell.labels():
         for seed in cell.of(label).keys() & references.keys() if label != reference else ():
@@ -70,25 +69,25 @@ def draw_difference(figure: Figure, palette: Palette, cell: Cell, reference: str
                 sizes.append(values)
     spread = seed_spread(list(references.values()))
     if spread is not None:
-        axes.plot(*spread, color=palette["naive"], lw=2.4, label="spread between seeds")
+        axes.plot(*spread, color=COLOURS["naive"], lw=2.4, label="spread between seeds")
         sizes.append(spread.values)
     if rounding := rounding_of_a_step(cell.runs, reference):
         floor = np.array([rounding, rounding * last])
-        axes.plot([1, last], floor, color=palette["muted"], ls=":", lw=1.4, label="rounding")
+        axes.plot([1, last], floor, color=COLOURS["muted"], ls=":", lw=1.4, label="rounding")
         sizes.append(floor)
-    finish_steps(figure, axes, palette, f"distance of the training loss from {reference}'s")
+    finish_steps(figure, axes, f"distance of the training loss from {reference}'s")
     positive = np.concatenate(sizes)
     if len(positive := positive[positive > 0]):
         log_axis(axes, max(EPS / 4, np.percentile(positive, 3) / 2), 2 * positive.max())
     else:
-        axes.text(0.5, 0.5, "no difference at any step", transform=axes.transAxes, ha="center", color=palette["ink"])
+        axes.text(0.5, 0.5, "no difference at any step", transform=axes.transAxes, ha="center", color=COLOURS["ink"])
         axes.set_yticks([])
 
 
-def draw_probe(figure: Figure, palette: Palette, cell: Cell, reference: str) -> None:
+def draw_probe(figure: Figure, cell: Cell, reference: str) -> None:
     """Differences at the same weights in units of the reference's rounding, the worst seed at each step."""
     axes = figure.add_subplot()
-    looks, every = styles(cell.labels(), palette), [1.0]
+    looks, every = styles(cell.labels()), [1.0]
     for label in cell.labels():
         for measure in MEASURES if label != reference else ():
             worst: dict[int, float] = {}
@@ -104,28 +103,25 @@ def draw_probe(figure: Figure, palette: Palette, cell: Cell, reference: str) -> 
             )  # fmt: skip
             every += worst.values()
     log_axis(axes, 0.5 * min(0.2, *(value for value in every if value > 0)), 2 * max(8.0, *every))
-    axes.axhspan(axes.get_ylim()[0], PARITY_MARGIN, color=palette["band"], lw=0, zorder=0)
-    axes.axhline(1, color=palette["naive"], lw=1.4, zorder=1)
-    finish_steps(figure, axes, palette, f"difference, in units of {reference}'s rounding")
+    axes.axhspan(axes.get_ylim()[0], PARITY_MARGIN, color=COLOURS["band"], lw=0, zorder=0)
+    axes.axhline(1, color=COLOURS["naive"], lw=1.4, zorder=1)
+    finish_steps(figure, axes, f"difference, in units of {reference}'s rounding")
 
 
 def draw_over_axis(
     figure: Figure,
-    palette: Palette,
     sweep: Sweep,
     dots: Dots,
     unit: str,
     log: bool = True,
-    dashes: Dots | None = None,
     rings: Sequence[float] | None = None,
 ) -> None:
     """One measurement of every label over the sweep's axis.
 
-    dashes  its predicted values
-    rings   where it crosses 1 on the axis
+    rings  where it crosses 1 on the axis
     """
     axes = figure.add_subplot()
-    looks = styles(sweep.labels(), palette)
+    looks = styles(sweep.labels())
     for label, values in dots.items():
         look = looks[label]
         if values:
@@ -133,15 +129,13 @@ def draw_over_axis(
                 *zip(*values, strict=True), color=look.colour, ls=look.line, marker=look.marker, markersize=4.8, lw=1.9,
                 label=label, zorder=3,
             )  # fmt: skip
-        if expected := (dashes or {}).get(label):
-            axes.plot(*zip(*expected, strict=True), color=look.colour, ls=(0, (4, 2)), lw=1.1, zorder=1)
     for ring in rings or ():
-        axes.plot(ring, 1, "o", color=palette["surface"], mec=palette["ink"], mew=1.3, ms=6, zorder=5)
-        axes.annotate(f"{ring:,.0f}", (ring, 1), xytext=(6, -12), textcoords="offset points", color=palette["ink"])
+        axes.plot(ring, 1, "o", color=COLOURS["surface"], mec=COLOURS["ink"], mew=1.3, ms=6, zorder=5)
+        axes.annotate(f"{ring:,.0f}", (ring, 1), xytext=(6, -12), textcoords="offset points", color=COLOURS["ink"])
     if rings is not None:
-        axes.axhline(1, color=palette["naive"], lw=1.6, zorder=1)
-    label_axes(axes, palette, unit, "sequence length, tokens" if sweep.axis == "seq_len" else "devices")
-    rows = _mark_out_of_memory(axes, palette, sweep)
+        axes.axhline(1, color=COLOURS["naive"], lw=1.6, zorder=1)
+    label_axes(axes, unit, "sequence length, tokens" if sweep.axis == "seq_len" else "devices")
+    rows = _mark_out_of_memory(axes, sweep)
     room = 0.08 + 0.1 * rows  # no line ends among the words at the upper edge
     low, high = axes.dataLim.y0, axes.dataLim.y1
     if log:
@@ -155,15 +149,15 @@ def draw_over_axis(
     ticks = ticks[:: -(-len(ticks) // 8)]
     axes.set_xticks(ticks, [short_length(n) for n in ticks])
     axes.minorticks_off()
-    legend(figure, axes, palette)
+    legend(figure, axes)
 
 
-def _mark_out_of_memory(axes: Axes, palette: Palette, sweep: Sweep) -> int:
+def _mark_out_of_memory(axes: Axes, sweep: Sweep) -> int:
     """A cross on the upper edge at the first place that did not fit, in words and in the implementation's colour.
 
     Returns how many rows the words take.
     """
-    looks, rows = styles(sweep.labels(), palette), dict[int, int]()
+    looks, rows = styles(sweep.labels()), dict[int, int]()
     for label, of_label in points(sweep).items():
         failed = min((point.position for point in of_label if point.out_of_memory), default=None)
         if failed is not None:

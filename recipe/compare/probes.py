@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from recipe.compare.runs import Run
-from recipe.drawing import Chart, Palette, height_for, label_axes, legend, render_png, styles
+from recipe.drawing import COLOURS, Chart, height_for, label_axes, legend, render_png, styles
 from recipe.files import number
 from recipe.wording import percent, short_length
 
@@ -79,25 +79,23 @@ def _mean_map(details: Sequence[Mapping[str, Any]]) -> Heat:
     return cells.mean(0)  # every seed is asked the same
 
 
-def draw_heat(
-    figure: Figure, palette: Palette, maps: Mapping[str, Heat], lengths: Sequence[int], distances: Sequence[int]
-) -> None:
+def draw_heat(figure: Figure, maps: Mapping[str, Heat], lengths: Sequence[int], distances: Sequence[int]) -> None:
     """One map below the other: a row for each length, a column for each range of distances."""
     every = figure.subplots(
         len(maps), 1, sharex=True, squeeze=False, height_ratios=[len(heat) for heat in maps.values()]
     )[:, 0]
     for axes, (name, heat) in zip(every, maps.items(), strict=True):
-        label_axes(axes, palette, name)
-        axes.set_title(name, loc="left", color=palette["ink"], pad=4)
+        label_axes(axes, name)
+        axes.set_title(name, loc="left", color=COLOURS["ink"], pad=4)
         axes.grid(visible=False)
         for (row, column), value in np.ndenumerate(heat):
             if np.isnan(value):
                 continue
             cell = Rectangle(
-                (column - 0.48, row - 0.46), 0.96, 0.92, facecolor=palette["flash"], alpha=0.06 + 0.84 * value, lw=0
+                (column - 0.48, row - 0.46), 0.96, 0.92, facecolor=COLOURS["flash"], alpha=0.06 + 0.84 * value, lw=0
             )
             axes.add_patch(cell)
-            ink = palette["surface"] if value > 0.55 else palette["ink"]
+            ink = COLOURS["surface"] if value > 0.55 else COLOURS["ink"]
             axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=ink, fontsize=8.5)
         axes.set_yticks(range(len(heat)), [short_length(T) for T in lengths[: len(heat)]])
         axes.set_ylim(len(heat) - 0.5, -0.5)
@@ -105,7 +103,7 @@ def draw_heat(
     columns = 1 + max(filled, default=len(distances) - 1)
     every[-1].set_xlim(-0.5, columns - 0.5)
     every[-1].set_xticks(range(columns), [short_length(d) for d in distances[:columns]])
-    every[-1].set_xlabel("tokens back", color=palette["muted"], loc="right")
+    every[-1].set_xlabel("tokens back", color=COLOURS["muted"], loc="right")
 
 
 def _position_chart(curves: Curves) -> Chart | None:
@@ -127,25 +125,25 @@ def _losses(runs: Sequence[Run]) -> list[Mapping[str, Any]]:
     return [d for d in whole if len(d["positions"]) == len(d["loss"])]
 
 
-def draw_positions(figure: Figure, palette: Palette, losses: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def draw_positions(figure: Figure, losses: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """A curve for each name over the position, which is logarithmic."""
-    axes, looks = figure.add_subplot(), styles(list(losses), palette)
+    axes, looks = figure.add_subplot(), styles(list(losses))
     for name, details in losses.items():
         positions = 1 + np.array(details[0]["positions"])
         values = np.mean([d["loss"] for d in details if d["positions"] == details[0]["positions"]], 0)
         axes.plot(positions, values, color=looks[name].colour, ls=looks[name].line, lw=1.8, label=name)
     trained = number(next(iter(losses.values()))[0].get("trained"))
     if trained:
-        axes.axvline(trained, color=palette["naive"], lw=1.2, zorder=1)
-    label_axes(axes, palette, "validation loss, nats per token", "position in the window")
+        axes.axvline(trained, color=COLOURS["naive"], lw=1.2, zorder=1)
+    label_axes(axes, "validation loss, nats per token", "position in the window")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_length(value)))
     axes.xaxis.set_minor_locator(NullLocator())
-    legend(figure, axes, palette)
+    legend(figure, axes)
 
 
 def draw_probes(folder: Path, measured: Mapping[str, Mapping[str, Any]]) -> list[Path]:
-    """Write the figures of one run's probes, in light colours, into <folder>/probes/.
+    """Write the figures of one run's probes into <folder>/probes/.
 
     measured  the details of each probe, by its name
     """
@@ -154,5 +152,5 @@ def draw_probes(folder: Path, measured: Mapping[str, Mapping[str, Any]]) -> list
     written = []
     for chart in probe_charts({folder.resolve().name: [run]}):
         written.append(folder / FIGURES / f"{chart.name}.png")
-        written[-1].write_bytes(render_png(chart, dark=False))
+        written[-1].write_bytes(render_png(chart))
     return written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from recipe.compare.runs import Run
 
 MODES = ("online", "offline", "disabled")
-SECONDS = 30  # for W&B to answer
+LIMIT = 90.0  # seconds for W&B to take the page
 
 
 def mode_of(runs: Sequence[Run]) -> str:
@@ -20,18 +21,26 @@ def mode_of(runs: Sequence[Run]) -> str:
     return mode if mode in MODES else "disabled"
 
 
-def publish(runs: Sequence[Run], out: Path, mode: Any) -> str:
-    """Log the page in `out` to W&B. Returns a sentence on the outcome; never raises.
+def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
+    """Log the page in `out` to W&B. Returns a sentence on the outcome, after at most LIMIT seconds; never raises.
 
     The run joins the group that the runs share, so that their workspace has the page.
     """
+    said: list[str] = []
+    thread = threading.Thread(target=lambda: said.append(_log(runs, out, mode)), daemon=True)
+    thread.start()
+    thread.join(LIMIT)
+    return said[0] if said else f"W&B did not answer for {LIMIT:g} seconds; the report on disk is complete."
+
+
+def _log(runs: Sequence[Run], out: Path, mode: Any) -> str:
     groups = Counter(str(group) for run in runs if (group := run.option("tracking.group")))
     group = groups.most_common(1)[0][0] if groups else ""
     project = str(runs[0].option("tracking.project", "gpt-attention"))
     try:
         import wandb
 
-        settings = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=SECONDS)
+        settings = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=LIMIT / 3)
         run = wandb.init(
             project=project, group=group or None, job_type="report", name="report", id=run_id(group), mode=mode,
             dir=str(out), settings=settings,

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from scipy import stats
 
 ALPHA = 0.05  # the chance of a false better or worse, over all arms and looks
+OUTLIER = 0.01  # the chance that normal differences are called skewed
 POWER = 0.9  # the chance to detect an effect as large as the margin
 MOST_SEEDS = 1000  # beyond this, no number of seeds is suggested
 RESAMPLES = 2**16  # every assignment of signs up to 16 seeds
@@ -61,6 +62,17 @@ def paired(differences: ArrayLike) -> Paired:
     sample = np.where(constant[..., None], np.arange(n), d)
     p = np.where(constant, np.where(mean == 0, 1.0, 0.0), stats.ttest_1samp(sample, 0.0, axis=-1).pvalue)
     return Paired(n, mean[()], np.where(constant, 0.0, deviation)[()], p[()])
+
+
+def outlier(differences: Sequence[float]) -> int | None:
+    """The place of the difference that lies too far from the others for a normal sample (Grubbs 1969, at 1 %)."""
+    d, n = np.asarray(differences, np.float64), len(differences)
+    if n < 3 or np.ptp(d) == 0:
+        return None
+    distance = np.abs(d - d.mean()) / d.std(ddof=1)
+    t = stats.t.isf(OUTLIER / (2 * n), n - 2)
+    far = int(distance.argmax())
+    return far if distance[far] > (n - 1) * t / np.sqrt(n * (n - 2 + t**2)) else None
 
 
 def sign_flip(differences: ArrayLike) -> float:

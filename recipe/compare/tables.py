@@ -8,13 +8,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from recipe.compare.costs import Loss, Point, attention_alone, points, predicted_memory, ranked
+from recipe.compare.costs import Loss, Point, attention_alone, points
+from recipe.compare.parity import MEASURES
+from recipe.compare.ranking import Ranked, by_loss, ranking
 from recipe.compare.runs import Run, number
 from recipe.compare.sweeps import Sweep
 from recipe.compare.verdict import Verdict
+from recipe.training.parity import PARITY_MARGIN
 from recipe.wording import duration, memory_unit, percent, size, times
 
 DASH = "-"
+EQUAL = "equal bit for bit"
 Names = Mapping[str, str]
 
 
@@ -42,38 +46,88 @@ def table(name: str, title: str, columns: Sequence[str], rows: Iterable[Sequence
     return Table(name, title, tuple(columns[n] for n in shown), tuple(cells), frozenset(numeric), caption)
 
 
-def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
+def cell_table(sweep: Sweep) -> Table | None:
     """The measurements of each implementation under each setting: along the axis, or the lowest loss first."""
     along = [point for of_label in points(sweep).values() for point in of_label]
-    predicted = {label: dict(predicted_memory(sweep, label)) for label in sweep.labels()}
-    judged = {(verdict.label, sweep.position(verdict.cell)): verdict for verdict in verdicts if verdict.decisive}
-    rows = []
-    for point in along if sweep.axis else ranked(sweep):
-        verdict = judged.get((point.label, point.position))
-        probe = verdict.probe if verdict else None
-        rows.append(
-            [
-                f"{point.position:,}" if sweep.axis else ", ".join(point.cell.where) or DASH,
-                point.label,
-                verdict.outcome.value if verdict else DASH,
-                times(probe.ratio).removesuffix(" times") if probe else DASH,
-                _state(point),
-                str(len(point.runs)),
-                over_seeds(point.train_loss),
-                over_seeds(point.val_loss),
-                speed(point),
-                DASH if point.step_ms is None else f"{point.step_ms:.3g} ms",
-                DASH if point.mfu is None else f"{100 * point.mfu:.3g} %",
-                memory(point.memory_gib),
-                memory(predicted[point.label].get(point.position)),
-            ]
-        )
-    columns = [sweep.axis or "settings", "implementation", "parity", "times rounding", "outcome", "seeds"]
-    columns += ["train loss", "val loss", "tokens/s", "step", "MFU (causal)"]
-    columns += [f"memory{' (one layer)' if attention_alone(sweep.runs) else ''}", "predicted"]
+    gaps = {(one.point.cell.where, one.point.label): to_lowest(one) for one in ranking(sweep)[1:]}
+    rows = [
+        [
+            f"{point.position:,}" if sweep.axis else ", ".join(point.cell.where) or DASH,
+            point.label if len(sweep.labels()) > 1 or len(sweep.cells) == 1 else DASH,
+            _state(point),
+            str(len(point.runs)),
+            over_seeds(point.train_loss),
+            over_seeds(point.val_loss),
+            DASH if sweep.axis == "devices" else gaps.get((point.cell.where, point.label), DASH),
+            speed(point),
+            DASH if point.step_ms is None else f"{point.step_ms:.3g} ms",
+            DASH if point.mfu is None else f"{100 * point.mfu:.3g} %",
+            memory(point.memory_gib),
+        ]
+        for point in (along if sweep.axis else by_loss(sweep))
+    ]
+    columns = [sweep.axis or "settings", "implementation", "outcome", "seeds", "train loss", "val loss"]
+    columns += ["to the lowest", "tokens/s", "step", "MFU (causal)"]
+    columns += [f"memory{' (one layer)' if attention_alone(sweep.runs) else ''}"]
     title = f"By {sweep.axis}" if sweep.axis else f"By {'setting' if len(sweep.cells) > 1 else 'implementation'}"
     title += "" if sweep.axis else ", lowest loss first"
     return table("cells", title, columns, rows, caption_of(along)) if len(rows) > 1 else None
+
+
+def to_lowest(one: Ranked) -> str:
+    """The difference of a loss to the lowest."""
+    if one.equal:
+        return EQUAL
+    interval = "" if one.interval is None else f" ({bounds(one.interval)})"
+    return f"{signed(one.difference)}{interval}"
+
+
+def parity_table(verdicts: Sequence[Verdict], reference: str) -> Table | None:
+    """The verdict on each implementation and the measurements that it follows from; None without verdicts."""
+    rows = []
+    for verdict in verdicts:
+        alone, probe, curve, final = verdict.alone, verdict.probe, verdict.curve, verdict.final
+        equal = curve is not None and curve.largest == 0 and (final is None or final.difference == 0)
+        share = None if curve is None else curve.ratio
+        rows.append(
+            [
+                ", ".join(verdict.cell.where) or DASH,
+                verdict.label,
+                verdict.outcome.value,
+                DASH if alone is None else f"{max(alone.errors.values()):.2g}",
+                DASH if probe is None else times(probe.ratio).removesuffix(" times"),
+                EQUAL if equal else DASH if share is None else percent(share),
+                DASH if curve is None or equal else size(curve.largest),
+                DASH if final is None or equal else size(final.difference),
+                DASH if final is None or final.floor is None else size(final.floor),
+                "; ".join(_faults(verdict)) or DASH,
+                "; ".join([*(gap.value for gap in verdict.gaps), *(alone.unseen if alone else ())]) or DASH,
+            ]
+        )
+    columns = ["settings", "implementation", "parity", "attention alone", "same weights", "curve", "furthest apart"]
+    columns += ["final losses", "rounding adds up to", "where", "not measured"]
+    caption = (
+        f"Attention alone: its error, as a share of what rounding explains. Same weights: the difference from "
+        f"{reference}, in units of the rounding; up to {PARITY_MARGIN:g} is accepted. Curve: the distance of the "
+        "training losses, as a share of the distance between seeds."
+    )
+    return table("parity", f"Compared with {reference}", columns, rows, caption) if rows else None
+
+
+def _faults(verdict: Verdict) -> list[str]:
+    """Where an implementation differs by more than is accepted."""
+    lost, alone, probe, curve = verdict.not_finite, verdict.alone, verdict.probe, verdict.curve
+    faults = []
+    if lost:
+        faults.append(f"not finite at step {lost.step:,} with seed {lost.seed}, where {lost.other} is")
+    if alone and not alone.agrees:
+        faults.append(f"attention alone: step {alone.step:,}, {alone.where}")
+    if probe and not probe.agrees:
+        of = f" of {probe.parameter}" if probe.parameter and probe.measure == "grad_rel_err" else ""
+        faults.append(f"same weights: step {probe.step:,}, {MEASURES[probe.measure]}{of}")
+    if curve and curve.agrees is False:
+        faults.append(f"curve: step {curve.step:,}")
+    return faults
 
 
 def caption_of(along: Sequence[Point]) -> str:
@@ -81,6 +135,7 @@ def caption_of(along: Sequence[Point]) -> str:
     losses = [kind for point in along for kind in (point.train_loss, point.val_loss) if kind]
     several = any(loss.seeds > 1 for loss in losses)
     words = "Losses: mean over seeds ± standard deviation of one." if several else "Losses: of one seed each."
+    words += " To the lowest: paired by seed, with an interval that holds for all pairs of rows together."
     return f"{words} Costs: medians; tokens/s ± half the range of most steps, where it is known."
 
 
@@ -160,23 +215,26 @@ def runs_csv(runs: Sequence[Run], labels: Names, places: Names, subject: str = "
         | {name: run.summary.get(name) for name in recorded}
         for run in runs
     ]
-    return _csv([[*rows[0]], *([*row.values()] for row in rows)])
-
-
-def as_csv(table: Table) -> str:
-    """The words of a table."""
-    return _csv([table.columns, *table.rows])
-
-
-def _csv(rows: Sequence[Sequence[Any]]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([[_inert(cell) for cell in row] for row in rows])
+    lines = [[*rows[0]], *([*row.values()] for row in rows)]
+    csv.writer(text, lineterminator="\n").writerows([[_inert(cell) for cell in line] for line in lines])
     return text.getvalue()
 
 
 def _inert(cell: Any) -> Any:
     """A cell that no spreadsheet takes for a formula: text that begins like one is quoted."""
     return f"'{cell}" if isinstance(cell, str) and re.match(r"[=@\t\r]|[+-][^\d. ]", cell) else cell
+
+
+def signed(value: float) -> str:
+    """A difference: +0.0123, -3e-07, or 0 where nothing differs."""
+    text = f"{value:+.4f}"
+    return text if float(text) else f"{value:+.0e}" if value else "0"
+
+
+def bounds(interval: tuple[float, float] | None) -> str:
+    """An interval: -0.0123 to +0.0045."""
+    return DASH if interval is None else f"{signed(interval[0])} to {signed(interval[1])}"
 
 
 def over_seeds(value: Loss | None) -> str:

@@ -22,11 +22,11 @@ class Outcome(Enum):
 class Gap(Enum):
     """Why something was not measured."""
 
-    own_masks = "own_masks"  # of dropout
-    no_probe = "no_probe"  # against the reference
-    no_reference = "no_reference"  # under the same settings
-    single_seed = "single_seed"  # of the reference
-    no_shared_losses = "no_shared_losses"  # of the same seed and step
+    own_masks = "it draws other dropout masks (attention.rng=torch)"
+    no_probe = "no probe compared it with the reference (parity.every, parity.reference)"
+    no_reference = "no run of the reference has its settings"
+    single_seed = "the reference ran with one seed, which shows no spread between seeds"
+    no_shared_losses = "too few losses share a seed and a step with the reference's"
 
 
 class Probe(NamedTuple):

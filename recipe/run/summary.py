@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import platform
 import subprocess
-from collections.abc import Mapping
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -72,21 +71,26 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 def draw_loss_curve(records: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw train and validation loss over steps as PNG. Values that are not finite leave a gap."""
-    from recipe.drawing import Chart, finish_steps, render_png  # takes half a second, too long for the start of a run
+    from recipe.drawing import (  # takes half a second, too long for the start of a run
+        COLOURS,
+        Chart,
+        finish_steps,
+        render_png,
+    )
 
-    def draw(figure: Figure, palette: Mapping[str, str]) -> None:
+    def draw(figure: Figure) -> None:
         axes, val = figure.add_subplot(), _series(records, "val/loss")
-        axes.plot(*_series(records, "train/loss"), color=palette["muted"], linewidth=1.0, label="training")
-        axes.plot(*val, color=palette["other-0"], marker="o", markersize=3.5, label="validation")
+        axes.plot(*_series(records, "train/loss"), color=COLOURS["muted"], linewidth=1.0, label="training")
+        axes.plot(*val, color=COLOURS["other-0"], marker="o", markersize=3.5, label="validation")
         finite = [(loss, step) for step, loss in zip(*val, strict=True) if math.isfinite(loss)]
         if finite:  # a validation curve leaves the space above its lowest point free
             loss, step = min(finite)
-            lowest = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "color": palette["other-0"]}
+            lowest = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "color": COLOURS["other-0"]}
             axes.annotate(f"{loss:.4f}", (step, loss), **lowest)
-        finish_steps(figure, axes, palette, f"{title}: loss in nats per token")
+        finish_steps(figure, axes, f"{title}: loss in nats per token")
 
     temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_bytes(render_png(Chart("loss", title, "", draw), dark=False))
+    temporary.write_bytes(render_png(Chart("loss", title, "", draw)))
     temporary.replace(path)
 
 

@@ -70,16 +70,10 @@ def test_a_loss_near_zero_has_no_percentages(tmp_path: Path) -> None:
     assert "%" not in cell
 
 
-def test_pairing_removes_what_the_arms_of_a_seed_share(tmp_path: Path) -> None:
-    found = of(read(write_arena(tmp_path, {"base": 0.0, "low": -0.02}, deviation=0.001)), "low")
-    assert found.verdict is Verdict.better
-    unpaired = stats.ttest_ind(list(found.arm.losses.values()), list(found.baseline.losses.values()))
-    assert unpaired.pvalue > 0.05
-
-
 def test_arms_that_are_equal_to_the_bit_are_equivalent(tmp_path: Path) -> None:
     found = of(read(write_arena(tmp_path, {"base": 0.0, "same": 0.0}, deviation=0.0)), "same")
     assert (found.verdict, found.interval, found.p) == (Verdict.equivalent, (0.0, 0.0), 1.0)
+    assert "equal bit for bit" in verdict_table(read(tmp_path)).rows[1]
 
 
 def test_several_arms_and_planned_looks_make_the_intervals_wider(tmp_path: Path) -> None:
@@ -135,7 +129,7 @@ def test_at_equal_time_the_slower_arm_is_read_where_the_faster_one_ends(tmp_path
     assert found.verdict is Verdict.better
     assert found.time is not None
     assert found.time.mean == pytest.approx(0.5 - 0.1)
-    assert found.time.sign == 1
+    assert found.time.interval[0] > 0
     assert found.flops is not None
     assert found.flops.mean == pytest.approx(-0.1)
 

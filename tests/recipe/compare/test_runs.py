@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from recipe.compare.notes import notes_on
 from recipe.compare.page import write_report
 from recipe.compare.runs import ReportError, find_runs, read_run
-from recipe.compare.sweeps import cells_of, comparison_key, labels_of, sweeps_of
-from recipe.compare.text import notes_on
+from recipe.compare.sweeps import cells_of, labels_of, sweeps_of
 from tests.recipe.compare.synthetic import write_run
 
 
@@ -278,32 +277,8 @@ def test_lengths_with_equal_tokens_are_one_sweep_and_mixed_batches_are_not(tmp_p
     assert (rest.axis, [cell.seq_len for cell in rest.cells]) == (None, [256, 512])
 
 
-def test_settings_on_the_same_text_are_one_sweep_named_by_what_is_unusual(tmp_path: Path) -> None:
-    swept: list[dict[str, Any]] = [{"optimizer.lr": 1e-3}, {"optimizer.lr": 3e-3}, {"score.window": 128}]
-    for n, overrides in enumerate(swept):
-        write_run(tmp_path / str(n), overrides=overrides)
-    write_run(tmp_path / "other", overrides={"data.name": "text"})
-    other, sweep = sweeps_of(find_runs([tmp_path]).runs)
-    assert [cell.where for cell in sweep.cells] == [
-        ("optimizer.lr=0.001",),
-        ("optimizer.lr=0.003",),
-        ("optimizer.lr=0.0006", "score.window=128"),
-    ]
-    assert [cell.short for cell in sweep.cells] == ["lr=0.001", "lr=0.003", "lr=0.0006 window=128"]
-    assert other.cells[0].where == ()
-
-
 def test_numbers_of_devices_are_an_axis(tmp_path: Path) -> None:
     for devices in (8, 1, 2):
         write_run(tmp_path / str(devices), devices=devices, batch_size=24 // devices)
     (sweep,) = sweeps_of(find_runs([tmp_path]).runs)
     assert (sweep.axis, [cell.devices for cell in sweep.cells]) == ("devices", [1, 2, 8])
-
-
-def test_the_comparison_key_does_not_depend_on_the_order_of_settings(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a")
-    run = read_run(folder)
-    summary = json.loads((folder / "summary.json").read_text())
-    summary["config"] = dict(reversed(summary["config"].items()))
-    (folder / "summary.json").write_text(json.dumps(summary))
-    assert comparison_key(read_run(folder)) == comparison_key(run)

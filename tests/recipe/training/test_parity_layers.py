@@ -119,11 +119,9 @@ def test_the_summary_and_the_report_keep_the_worst_of_every_check(tmp_path):
     assert alone.checks == 4
     assert set(alone.errors) == {"bf16", "fp32"}
     assert not alone.agrees
-    assert alone.sentences() == [
-        "Its attention alone is wrong: 40 times what rounding explains at step 100 (layer 3, training, fp32: dk of "
-        "sequence 0, head 1, key 31).",
-        "Not seen: the log-sum-exp (it is not returned).",
-    ]
+    assert (alone.errors["fp32"], alone.step) == (40.0, 100)
+    assert alone.where == "layer 3, training, fp32: dk of sequence 0, head 1, key 31"
+    assert alone.unseen == ("the log-sum-exp (it is not returned)",)
     summary = summarise(run.records)
     assert summary is not None
     assert summary["worst_attention_error_higher"] == alone.errors["fp32"]

@@ -1,25 +1,27 @@
-"""An arena in sentences: the answer, departures from the plan, and the command that continues."""
+"""An arena in words: its headline, departures from the plan, warnings, and the command that continues."""
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from data.errors import first_few
-from recipe.compare.answers import Answer
-from recipe.compare.arena_results import Arena, ArmRuns, Comparison
+from recipe.compare.arena_results import Arena, ArmRuns
+from recipe.compare.headline import Headline
 from recipe.compare.runs import Run
-from recipe.compare.statistics import ALPHA, POWER, Verdict
+from recipe.compare.statistics import ALPHA, Verdict, outlier
 from recipe.compare.sweeps import comparison_key
-from recipe.wording import listed, percent
+from recipe.compare.tables import signed
+from recipe.wording import duration, listed, percent
 
 # The word between an arm and the baseline.
 LINKS = {Verdict.better: " than", Verdict.worse: " than", Verdict.equivalent: " to", Verdict.undecided: " against"}
 
 
-def arena_answer(arena: Arena) -> Answer:
-    """The verdicts in a sentence, and one on each arm."""
+def arena_headline(arena: Arena) -> Headline:
+    """The verdicts in a sentence."""
     clauses: list[str] = []
     for verdict, link in LINKS.items():
         names = [comparison.arm.name for comparison in arena.comparisons if comparison.verdict is verdict]
@@ -27,33 +29,26 @@ def arena_answer(arena: Arena) -> Answer:
             baseline = "" if clauses else f"{link} {arena.plan.baseline}"
             clauses.append(f"{listed(names)} {'is' if len(names) == 1 else 'are'} {verdict.value}{baseline}")
     decided = any(comparison.verdict is not Verdict.undecided for comparison in arena.comparisons)
-    tone = "none" if decided else "open"
-    headline = f"{'; '.join(clauses)} ({len(arena.plan.seeds)} seeds)"
-    return Answer(
-        headline,
-        tone,
-        [(comparison.arm.name, f"{sentence(comparison, arena)}.") for comparison in arena.comparisons],
-    )
+    solved = [arm.name for arm in arena.arms.values() if arena.solved(arm)]
+    if len(solved) == len(arena.arms):
+        clauses = [f"{'both' if len(solved) == 2 else 'all arms'} solve {arena.task}"]
+    return Headline(f"{'; '.join(clauses)} ({len(arena.plan.seeds)} seeds)", "none" if decided else "open")
 
 
-def sentence(comparison: Comparison, arena: Arena) -> str:
-    """The difference of an arm with the interval that decides, what it lacks, and the seeds that would decide."""
-    parts = []
-    if comparison.test is None or comparison.interval is None:
-        parts.append("fewer than two pairs of seeds have a finite loss")
-    else:
-        low, high = comparison.interval
-        parts.append(f"{comparison.test.mean:+.4f}, interval {low:+.4f} to {high:+.4f}")
-    if comparison.missing:
-        parts.append(f"{len(comparison.missing)} of {len(arena.plan.seeds)} seeds have no result yet")
-    for who in (comparison.arm, comparison.baseline):
-        if who.diverged:
-            seeds = f"seed{'s' if len(who.diverged) > 1 else ''} {first_few([str(seed) for seed in who.diverged])}"
-            parts.append(f"{who.name} diverged with {seeds}, which counts as an infinite loss")
-    if comparison.more and not comparison.missing:
-        more = f"{comparison.more} more seed{'s' if comparison.more > 1 else ''}"
-        parts.append(f"{more} would find {percent(arena.plan.margin)} with a power of {percent(POWER)}")
-    return "; ".join(parts)
+def skewed(arena: Arena) -> list[str]:
+    """A warning for each arm with a seed that ends far from the others, which its interval does not expect."""
+    lines = []
+    for comparison in arena.comparisons:
+        gaps = {seed: gap for seed, gap in comparison.differences.items() if math.isfinite(gap)}
+        far = outlier(list(gaps.values()))
+        if far is not None:
+            seed, gap = list(gaps.items())[far]
+            lines.append(
+                f"{comparison.arm.name} differs with seed {seed} by {signed(gap)}, far from its other seeds: the "
+                f"intervals assume no rare large deviations, so more than {percent(ALPHA)} of such verdicts may be "
+                "false. Add seeds, and read p (signs)."
+            )
+    return lines
 
 
 def departures(arena: Arena) -> list[str]:
@@ -90,13 +85,6 @@ def departures(arena: Arena) -> list[str]:
             lines.append(
                 f"The runs of {arm.name} are not all the same configuration: they differ in {listed(differing)}."
             )
-    commits = {str(run.recorded("git").get("commit")) for run in arena.runs.values() if run.recorded("git")}
-    if plan.commit and commits - {plan.commit}:
-        others = listed(sorted(commit[:7] for commit in commits - {plan.commit}))
-        lines.append(f"The plan was written at commit {plan.commit[:7]}; there are runs of {others}.")
-    if len(changes := {run.changes for run in arena.runs.values()}) > 1:
-        named = listed(sorted(digest or "none" for digest in changes))
-        lines.append(f"The code changed between the runs: their uncommitted changes have the digests {named}.")
     return lines
 
 
@@ -131,12 +119,23 @@ def go_on(arena: Arena, folder: Path) -> tuple[str, str] | None:
     more = max((comparison.more or 0 for comparison in arena.comparisons), default=0)
     if not more:
         return None
-    wanted = len(plan.seeds) + more
+    total = len(plan.seeds) + more
     if len(plan.looks) < plan.planned_looks:
-        return f"Add {more} seeds", _command(again, f"arena.seeds={wanted}", f"hydra.sweep.dir={folder}")
+        added = _command(again, f"arena.seeds={total}", f"hydra.sweep.dir={folder}")
+        return f"Add {more} seeds{_time(arena, more)}", added
     again = [line for line in again if not line.startswith(("arena.first_seed=", "arena.looks="))]
-    fresh = _command(again, f"arena.seeds={wanted}", f"arena.first_seed={plan.seeds.stop}", "arena.looks=1")
-    return f"The planned looks are used up; start anew with {wanted} other seeds, looked at once", fresh
+    took = _time(arena, total)
+    fresh = _command(again, f"arena.seeds={total}", f"arena.first_seed={plan.seeds.stop}", "arena.looks=1")
+    return f"The planned looks are used up; start anew with {total} other seeds{took}, looked at once", fresh
+
+
+def _time(arena: Arena, seeds: int) -> str:
+    """How long all arms take with some seeds, one run after another; empty where no run recorded its time."""
+    taken = [arm.recorded("wall_time_s") for arm in arena.arms.values()]
+    seconds = [one for one in taken if one is not None]
+    if len(seconds) < len(taken):
+        return ""
+    return f" (about {duration(seeds * sum(seconds))} of runs, one after another)"
 
 
 def _command(*parts: str | Sequence[str]) -> str:

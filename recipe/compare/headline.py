@@ -1,0 +1,102 @@
+"""The headline of a sweep: the verdict on its implementations, the lowest loss, or the lengths that were reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from data.errors import first_few
+from recipe.compare.costs import crossovers, points, same_tokens
+from recipe.compare.ranking import Ranked, ranking
+from recipe.compare.sweeps import Sweep
+from recipe.compare.tables import over_seeds
+from recipe.compare.verdict import Outcome, Verdict, outcome_of
+from recipe.wording import listed
+
+VERBS = {Outcome.broken: "is broken for", Outcome.open: "is open for", Outcome.holds: "holds for"}
+
+
+class Headline(NamedTuple):
+    """A sentence, and its tone: holds, broken, open or none."""
+
+    text: str
+    tone: str
+
+
+def headline(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Headline:
+    """What was found in a sweep.
+
+    verdicts  on its implementations
+    """
+    # In a sweep over lengths, running out of memory is an answer, not a failure.
+    if not any(run.trained or (run.out_of_memory and sweep.axis == "seq_len") for run in sweep.runs):
+        return _no_result(sweep)
+    if left_out := {str(run.option("attention.ablate")) for run in sweep.runs if run.ablated}:
+        return Headline(f"Trained without a line of the online softmax: {listed(sorted(left_out))}", "none")
+    decisive = [verdict for verdict in verdicts if verdict.decisive]
+    if decisive or (verdicts and len(sweep.cells) == 1):
+        return parity_headline(decisive or verdicts)
+    if sweep.axis == "devices":
+        return Headline("Throughput over devices", "none")
+    if sweep.axis == "seq_len" and not same_tokens(sweep):
+        return Headline(_lengths(sweep, reference), "none")
+    return _lowest(ranking(sweep)) or _no_result(sweep)
+
+
+def parity_headline(verdicts: Sequence[Verdict]) -> Headline:
+    """The verdicts in a sentence, the worst first."""
+    outcome = outcome_of(verdicts) or Outcome.open
+    of_label: dict[str, set[Outcome]] = {}
+    for verdict in verdicts:
+        of_label.setdefault(verdict.label, set()).add(verdict.outcome)
+    names: dict[Outcome, list[str]] = {}
+    for verdict in verdicts:
+        mixed = len(of_label[verdict.label]) > 1
+        name = f"{verdict.label} ({verdict.cell.short})" if mixed else verdict.label
+        if name not in names.setdefault(verdict.outcome, []):
+            names[verdict.outcome].append(name)
+    clauses = [f"{verb} {first_few(names[its])}" for its, verb in VERBS.items() if its in names]
+    return Headline(f"Parity {' and '.join(clauses)}", outcome.value)
+
+
+def _lengths(sweep: Sweep, reference: str) -> str:
+    """The longest sequence that fits, where one did not, else the length from which on the reference is overtaken."""
+    fits = {label: max((p.position for p in its if p.trained), default=0) for label, its in points(sweep).items()}
+    if any(run.out_of_memory for run in sweep.runs):
+        best = max(fits.values())
+        names = listed([label for label, longest in fits.items() if longest == best])
+        return f"The longest sequence that fits: {best:,} tokens, with {names}" if best else "Nothing fits the memory"
+    found = crossovers(sweep, reference)
+    ahead = [crossing for crossing in found if crossing.first]
+    if ahead:
+        soonest = min(ahead, key=lambda crossing: crossing.seq_len or 0)
+        where = f"at about {soonest.seq_len:,.0f}" if soonest.seq_len else f"from the first length, {soonest.first:,}"
+        return f"{soonest.label} overtakes {reference} {where} tokens"
+    if found:
+        return f"Nothing overtakes {reference} for good up to {max(fits.values()):,} tokens"
+    return "Speed and memory over the sequence length"
+
+
+def _lowest(ranked: Sequence[Ranked]) -> Headline | None:
+    """The setting or implementation with the lowest loss, where its intervals show it; None without losses."""
+    if not ranked:
+        return None
+    first, *rest = ranked
+    others = [one for one in rest if one.point.cell is not first.point.cell] or rest
+    loss = first.point.loss
+    seeds = min(one.seeds for one in (first, *others))
+    of_seeds = f" ({seeds} seeds)" if seeds > 1 else " (one seed each)" if others else " (one seed)"
+    if not others:
+        return Headline(f"{first.name}: {first.kind} loss {over_seeds(loss)}{of_seeds}", "none")
+    if all(one.equal for one in others):
+        equal = listed([first.name, *(one.name for one in others)])
+        return Headline(f"{equal} are equal bit for bit{of_seeds}", "none")
+    if all(one.higher for one in others):
+        return Headline(f"The lowest {first.kind} loss: {first.name}{of_seeds}", "none")
+    near = first_few([first.name, *(one.name for one in others if not one.higher)])
+    return Headline(f"The lowest {first.kind} loss is undecided: {near}{of_seeds}", "open")
+
+
+def _no_result(sweep: Sweep) -> Headline:
+    ends = sorted({run.status.replace("_", " ") for run in sweep.runs})
+    return Headline(f"No run has completed with a loss ({listed(ends)})", "broken")
