@@ -109,7 +109,8 @@ def parity_table(verdicts: Sequence[Verdict], reference: str) -> Table | None:
     caption = (
         f"Attention alone: its error, as a share of what rounding explains. Same weights: the difference from "
         f"{reference}, in units of the rounding; up to {PARITY_MARGIN:g} is accepted. Curve: the distance of the "
-        "training losses, as a share of the distance between seeds."
+        "training losses, as a share of the distance between seeds. Final losses further apart than rounding adds up "
+        "to are accepted where the first ones agree: training amplified it."
     )
     return table("parity", f"Compared with {reference}", columns, rows, caption) if rows else None
 

@@ -123,10 +123,11 @@ def test_one_run_on_a_cpu_has_no_speed_to_compare(tmp_path: Path) -> None:
 def test_contexts_are_compared_at_equal_tokens_only(tmp_path: Path) -> None:
     for seq_len in (256, 512, 1024):
         run = tmp_path / "equal" / str(seq_len)
-        write_run(run, "flash", steps=50, seq_len=seq_len, batch_size=4096 // seq_len, probe_every=0)
+        loss = {"val_loss": 1000 / seq_len}
+        write_run(run, "flash", steps=50, seq_len=seq_len, batch_size=4096 // seq_len, probe_every=0, summary=loss)
         write_run(tmp_path / "unequal" / str(seq_len), "flash", steps=50, seq_len=seq_len, probe_every=0)
     assert same_tokens(only_sweep(tmp_path / "equal"))
-    assert headline_of(tmp_path / "equal").text.startswith("The lowest validation loss is undecided: seq_len=")
+    assert headline_of(tmp_path / "equal").text.startswith("The lowest validation loss is undecided: seq_len=1024")
     assert not same_tokens(only_sweep(tmp_path / "unequal"))
 
 
