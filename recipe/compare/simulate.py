@@ -34,7 +34,7 @@ def main() -> None:
             ("the same, of those without a warning", plateaus_unseen, 1, (6,)),
         )
     ]  # fmt: skip
-    found = np.mean([verdict is Verdict.better for verdict in verdicts(better_by_the_margin, needed)])
+    found = float(np.mean([verdict is Verdict.better for verdict in verdicts(better_by_the_margin, needed)]))
     lines.append([f"better by the margin, {needed} seeds", f"1 x {needed}", share(found), f"{100 * POWER:g} %", "", ""])
     head = [
         "differences",

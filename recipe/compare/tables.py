@@ -206,7 +206,7 @@ def run_table(runs: Sequence[Run], labels: Names, places: Names, subject: str = 
 def runs_csv(runs: Sequence[Run], labels: Names, places: Names, subject: str = "implementation") -> str:
     """One line a run, numbers unrounded."""
     recorded = ("attention_path", "best_val_loss", "wall_time_s", "tokens", "parameters", "started")
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"run": run.name, subject: labels[run.name], "settings": places[run.name], "seed": run.seed}
         | {"seq_len": run.seq_len, "status": run.status, "step": run.step, "devices": run.devices}
         | {"train_loss": run.final("train/loss"), "val_loss": run.final("val/loss")}

@@ -85,7 +85,12 @@ def draw_loss_curve(records: list[dict[str, Any]], path: Path, title: str) -> No
         finite = [(loss, step) for step, loss in zip(*val, strict=True) if math.isfinite(loss)]
         if finite:  # a validation curve leaves the space above its lowest point free
             loss, step = min(finite)
-            lowest = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "color": COLOURS["other-0"]}
+            lowest: dict[str, Any] = {
+                "xytext": (0, 8),
+                "textcoords": "offset points",
+                "ha": "center",
+                "color": COLOURS["other-0"],
+            }
             axes.annotate(f"{loss:.4f}", (step, loss), **lowest)
         finish_steps(figure, axes, f"{title}: loss in nats per token")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def rows_of(table: Table | None) -> list[dict[str, str]]:
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
-def write_losses(folder: Path, losses: dict[float, tuple[float, ...]]) -> None:
+def write_losses(folder: Path, losses: Mapping[float, tuple[float, ...]]) -> None:
     """Runs whose final losses are these, by learning rate and seed."""
     for lr, of_seeds in losses.items():
         for seed, loss in enumerate(of_seeds):
