@@ -84,16 +84,6 @@ def test_the_distance_is_drawn_beside_the_spread_between_seeds_and_the_rounding(
     assert min(line.get_linewidth() for line in axes.lines if line.get_label() == "flash") > 1.5
 
 
-def test_runs_of_a_sweep_lie_over_one_another(tmp_path: Path, figure: Figure) -> None:
-    for lr in (1e-3, 3e-3, 1e-2):
-        write_run(tmp_path / str(lr), steps=50, overrides={"optimizer.lr": lr})
-    found = charts_of(tmp_path)
-    assert set(found) == {"loss"}
-    found["loss"].draw(figure)
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["lr=0.001", "lr=0.003", "lr=0.01"]
-
-
 def test_the_caption_promises_validation_only_where_there_was_one(tmp_path: Path) -> None:
     write_run(tmp_path / "validated" / "naive", steps=100)
     write_run(tmp_path / "not" / "naive", steps=20)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.compare.parity import judge, rolling_rms, seed_spread, window_of
+from recipe.compare.parity import judge, seed_spread, window_of
 from recipe.compare.runs import find_runs
 from recipe.compare.sweeps import cells_of
 from recipe.compare.tables import parity_table
@@ -203,14 +203,6 @@ def test_seeds_that_the_reference_did_not_run_with_are_not_compared(tmp_path: Pa
     assert only(tmp_path).gaps == (Gap.no_shared_losses,)
 
 
-def test_without_losses_to_compare_a_good_probe_is_not_enough(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        write_run(tmp_path / f"naive-{seed}", "naive", seed)
-        folder = write_run(tmp_path / f"flash-{seed}", "flash", seed)
-        edit(folder, lambda line: {key: value for key, value in line.items() if not key.endswith("/loss")})
-    assert only(tmp_path).gaps == (Gap.no_shared_losses,)
-
-
 def test_dropout_with_other_masks_is_not_judged(tmp_path: Path) -> None:
     own = {"attention.dropout": 0.1, "attention.rng": "torch"}
     for seed in (1, 2):
@@ -250,14 +242,6 @@ def test_the_spread_is_the_distance_of_every_pair_of_seeds(tmp_path: Path) -> No
     half = window_of(curves.shape[1]) // 2
     expected = [np.sqrt(np.mean([s[max(0, n - half) : n + half + 1] for s in squares])) for n in range(len(squares[0]))]
     np.testing.assert_allclose(spread.values, expected)
-
-
-def test_rolling_rms_is_the_root_mean_square_of_each_window() -> None:
-    values = np.random.default_rng(0).normal(size=23)
-    for window in (1, 5, 9):
-        half = window // 2
-        expected = [np.sqrt(np.mean(values[max(0, n - half) : n + half + 1] ** 2)) for n in range(len(values))]
-        np.testing.assert_allclose(rolling_rms(values, window), expected)
 
 
 def edit(folder: Path, change: object) -> None:
