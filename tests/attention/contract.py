@@ -17,7 +17,6 @@ from attention import IMPLEMENTATIONS, Attention, AttentionConfig, AttentionShap
 from tests.attention.reference import Case
 
 NO_BACKWARD_ON_A_CPU = {"flex"}  # and on a GPU it compiles for each shape; test_score.py holds its forward
-PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
 BLOCKS = {"block_q": 32, "block_k": 48}  # small, for implementations that take them
 
 # Lengths around the kernels' tiles of 64, and head sizes that are no power of two.
@@ -28,26 +27,25 @@ CASES = {
     "more_keys": Case(1, 2, 1, 61, 139, 64),
     "more_queries": Case(1, 2, 1, 139, 61, 96),
     "one_query": Case(2, 2, 2, 1, 139, 80),
+    "one_token": Case(8, 4, 4, 1, 1, 16),
     "few_keys": Case(1, 2, 2, 99, 3, 32),
 }
 SQUARE = Case(1, 2, 1, 150, 150, 16)
 EVERYTHING: Any = {"window": 70, "soft_cap": 3.0, "alibi": True, "sinks": True}
 SCORE_CASES = {
     "window": replace(SQUARE, window=20),
+    "window_of_one": replace(SQUARE, window=1),
     "window_of_tiles": replace(SQUARE, window=64),
     "soft_cap": replace(SQUARE, soft_cap=1.5, spread=2.0),
     "soft_cap_full": replace(SQUARE, causal=False, soft_cap=1.5),
     "alibi": replace(SQUARE, H=3, alibi=True),
-    "sinks": replace(SQUARE, sinks=True),
     "sinks_full": replace(SQUARE, causal=False, sinks=True),
     "documents": replace(SQUARE, B=2, documents=(64, 1, 35, 50)),
     "documents_full": replace(SQUARE, B=2, causal=False, documents=(64, 1, 35, 50)),
-    "window_documents": replace(SQUARE, window=40, documents=(90, 60)),
-    "alibi_documents_sinks": replace(SQUARE, alibi=True, sinks=True, documents=(30, 120)),
     "everything": replace(SQUARE, **EVERYTHING, documents=(30, 120)),
-    "more_keys": Case(2, 4, 2, 61, 140, 24, **EVERYTHING, documents=(70, 70)),
-    "more_queries": Case(2, 4, 1, 140, 61, 24, **EVERYTHING, documents=(21, 40)),
-    "one_query": Case(2, 2, 2, 1, 75, 16, **EVERYTHING, documents=(40, 35)),
+    "everything_more_keys": Case(2, 4, 2, 61, 140, 24, **EVERYTHING, documents=(70, 70)),
+    "everything_more_queries": Case(2, 4, 1, 140, 61, 24, **EVERYTHING, documents=(21, 40)),
+    "everything_one_query": Case(2, 2, 2, 1, 75, 16, **EVERYTHING, documents=(40, 35)),
 }
 
 
@@ -76,12 +74,6 @@ def device_of(name: str) -> str:
     return "cpu" if trains_on(name, "cpu") else "cuda"
 
 
-def returns_lse(name: str) -> bool:
-    """Whether an implementation returns the log-sum-exp."""
-    q = torch.ones(1, 1, 2, 16, device=device_of(name))
-    return accepts(lambda: build(name)(q, q, q, return_lse=True))
-
-
 # Those that take fp32, which most tests need; tests/gpu/test_peers.py has those that take 16 bits alone.
 NAMES = [
     name
@@ -90,22 +82,10 @@ NAMES = [
     and (trains_on(name, "cpu") or (torch.cuda.is_available() and trains_on(name, "cuda")))
 ]
 REPLAYING = [name for name in NAMES if accepts(partial(build, name, dropout=0.1))]
-RETURNING_LSE = [name for name in NAMES if returns_lse(name)]
+RETURNING_LSE = [name for name in NAMES if IMPLEMENTATIONS[name].returns_lse]
 IN_FP64 = [name for name in NAMES if trains_on(name, device_of(name), torch.float64)]
 
 
 def supporting(*features: str) -> list[str]:
     """The implementations that have all these features of a score or a layout."""
     return [name for name in NAMES if IMPLEMENTATIONS[name].supports.issuperset(features)]
-
-
-def factor(name: str, case: Case, dtype: torch.dtype) -> float:
-    """How many times the plain formula's error gradients may have.
-
-    Where a row sees three keys, dq and dk are what is left when delta cancels dP, and FlashAttention takes delta from
-    an output that is rounded to bf16: up to 3.9 times the plain formula's error.
-    """
-    if (case.S, case.dropout > 0, dtype) == (3, True, torch.bfloat16) and name != "naive":
-        return 4.0
-    changed = set(case.score.features()) - {"full"} or case.documents
-    return 2.0 if name in ("naive", "tiled") and not changed else 3.0

@@ -1,7 +1,4 @@
-"""Random problems for scores by formula, and their results: Python evaluates the text of the formula on tensors.
-
-Nothing here calls the code under test but for `Layout`, which only carries a problem's documents.
-"""
+"""Random problems for scores by formula: Python evaluates the text, and the check's formula the attention."""
 
 from __future__ import annotations
 
@@ -13,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import AttentionOutput, DropoutKey, Layout, Score
-from tests.attention.reference import KEY, reference_mask
+from attention import AttentionOutput, DropoutKey, Layout, Score, keep_mask
+from attention.check.formula import Problem as Reference
+from attention.check.formula import evaluate
+from tests.attention.reference import KEY
 
 Maker = Callable[[int, int, int], dict[str, Tensor]]  # of sequences, heads and positions
 
@@ -50,8 +49,9 @@ FORMULAS: dict[str, Maker] = {
     # causal only
     "s * sqrt(i + 1) - log(i - j + 1) * d[h]": lambda B, H, L: {"d": torch.rand(H)},
     "s + bias[h, min(i - j, 7)] * s": lambda B, H, L: {"bias": torch.randn(H, 8) * 0.2},
+    "s * log(n)": lambda B, H, L: {},  # 0 for a query that sees one key; 0 times a hidden score of -inf would be nan
 }
-CAUSAL_ONLY = list(FORMULAS)[-2:]
+CAUSAL_ONLY = list(FORMULAS)[-3:]
 
 
 def words(dtype: torch.dtype) -> dict[str, Any]:
@@ -123,24 +123,23 @@ class Problem:
         changed = eval(self.text, {"__builtins__": {}, **words(s.dtype)}, {**tensors, **names})
         return torch.where(seen[:, None], changed.expand(B, H, T, S), -torch.inf)
 
-    def out(self, q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor], sinks: Tensor | None) -> Tensor:
-        """(B, H, T, D)."""
-        s = self.scores(q, k, tensors)
-        blind = ~s.isfinite().any(-1, keepdim=True)
-        s = s.masked_fill(blind, 0.0)
-        if sinks is not None:
-            s = torch.cat([s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)], -1)
-        p = s.softmax(-1)[..., : k.shape[2]].masked_fill(blind, 0.0)
+    def evaluated(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor], sinks: Tensor | None
+    ) -> dict[str, Tensor]:
+        """out (B, H, T, D) and lse (B, H, T)."""
+        seen, keep = self.seen()[:, None], None
         if self.dropout:
-            keep = reference_mask(KEY, self.dropout, *p.shape)
-            p = p.masked_fill(~keep, 0.0) / (1 - round(256 * self.dropout) / 256)
-        return p.to(v.dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+            keep = keep_mask(KEY, self.dropout, *q.shape[:3], k.shape[2])
+        scale = 256 / (256 - round(256 * self.dropout))
+        scores = self.scores(q, k, tensors)
+        asked = Reference(0.0, seen, bias=scores, sinks=sinks, keep=keep, keep_scale=scale)
+        return evaluate(q, k, v, torch.zeros_like(q), asked).results
 
     def results(self, dtype: torch.dtype, of: torch.dtype) -> dict[str, Tensor]:
         """out and all gradients computed in `dtype`, for q, k and v rounded to `of`."""
         wide = torch.promote_types(dtype, torch.float32)
         return gradients(
-            lambda q, k, v, tensors, sinks: self.out(q, k, v, tensors, sinks),
+            lambda *given: self.evaluated(*given)["out"],
             *(x.to(of).to(dtype) for x in (self.q, self.k, self.v, self.do)),
             {name: x.to(wide) for name, x in self.tensors.items()},
             None if self.sinks is None else self.sinks.to(wide),
@@ -148,10 +147,10 @@ class Problem:
 
     def lse(self) -> Tensor:
         """(B, H, T) fp64, of the formula in fp64."""
-        s = self.scores(self.q.double(), self.k.double(), {name: x.double() for name, x in self.tensors.items()})
+        tensors, sinks = {n: x.double() for n, x in self.tensors.items()}, None
         if self.sinks is not None:
-            s = torch.cat([s, self.sinks.double()[:, None, None].expand(*s.shape[:3], 1)], -1)
-        return s.logsumexp(-1)
+            sinks = self.sinks.double()
+        return self.evaluated(self.q.double(), self.k.double(), self.v.double(), tensors, sinks)["lse"]
 
     def computed(
         self, attend: Callable[..., AttentionOutput], dtype: torch.dtype, backward: bool = True, device: str = "cpu"

@@ -1,22 +1,23 @@
-"""Independent references for attention and its dropout mask, and the accuracy that an implementation is held to.
+"""Attention problems for tests: attention/check/formula.py and its judge are their reference.
 
-Nothing here calls the code under test: the formula is written out once more, and the mask comes from the scheme in
-attention/dropout/mask.py's docstring, evaluated weight by weight.
+tests/attention/test_check_judge.py compares that formula with PyTorch's attention and autograd in fp64.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, AttentionOutput, DropoutKey, Layout, Score, build_attention
+from attention import AttentionConfig, AttentionOutput, DropoutKey, Layout, Score, build_attention, keep_mask, varlen
+from attention.check.formula import Problem, evaluate
+from attention.check.judge import judge
+from attention.check.run import interpreting
 
 KEY = DropoutKey(seed=1337, step=11, layer=3, first_sequence=5)
 
@@ -90,48 +91,26 @@ class Case:
 
         q, k = normal(self.H, self.T) * self.spread**0.5, normal(self.H_kv, self.S) * self.spread**0.5
         if self.offset:
-            q[..., 0] = k[..., 0] = (self.offset * self.D**0.5) ** 0.5
+            q[..., 0] = (abs(self.offset) * self.D**0.5) ** 0.5
+            k[..., 0] = math.copysign((abs(self.offset) * self.D**0.5) ** 0.5, self.offset)
         return tuple(x.to(dtype).to(device) for x in (q, k, normal(self.H_kv, self.S), normal(self.H, self.T)))
 
-
-def changed_scores(q: Tensor, k: Tensor, case: Case) -> Tensor:
-    """q k^T / sqrt(D), (B, H, T, S), changed by the options of the case, before keys are hidden.
-
-    In the precision of q and k, but for soft cap, ALiBi and sinks, which are fp32's or better.
-    """
-    (H, T, D), S = q.shape[1:], k.shape[2]
-    k = k.repeat_interleave(H // k.shape[1], dim=1)
-    scores = (q / D**0.5) @ k.transpose(2, 3)  # divided first, so that fp16 holds every score it can
-    if case.soft_cap is not None or case.alibi or case.sinks:
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if case.soft_cap is not None:
-        scores = case.soft_cap * (scores / case.soft_cap).tanh()
-    if case.alibi:
-        distance = torch.arange(S - T, S)[:, None] - torch.arange(S)
-        slopes = torch.tensor(published_slopes(H), dtype=scores.dtype)
-        scores = scores - (slopes[:, None, None] * distance).to(q.device)
-    return scores
-
-
-def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """The scores (B, H, T, S), and the sinks (H,) in a column after them where they are given."""
-    if sinks is None:
-        return scores
-    return torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-
-
-def probabilities(q: Tensor, k: Tensor, case: Case, sinks: Tensor | None = None) -> Tensor:
-    """The softmax of `changed_scores`, (B, H, T, S); rows that see nothing are zero."""
-    hidden = ~case.visible()[:, None].to(q.device)
-    fully_masked = hidden.all(dim=-1, keepdim=True)
-    scores = changed_scores(q, k, case).masked_fill(hidden & ~fully_masked, float("-inf"))
-    return with_sinks(scores, sinks).softmax(dim=-1)[..., : k.shape[2]].masked_fill(fully_masked, 0.0)
-
-
-def log_sum_exp(q: Tensor, k: Tensor, case: Case, sinks: Tensor | None = None) -> Tensor:
-    """The log of that softmax's sum, (B, H, T): of the sink alone, or -inf, for rows that see nothing."""
-    scores = changed_scores(q, k, case).masked_fill(~case.visible()[:, None].to(q.device), float("-inf"))
-    return with_sinks(scores, sinks).logsumexp(dim=-1)
+    def problem(
+        self, device: torch.device | str = "cpu", sinks: Tensor | None = None, key: DropoutKey = KEY
+    ) -> Problem:
+        """What the reference computes, with the mask of `key` where weights are dropped."""
+        distance = torch.arange(self.S - self.T, self.S)[:, None] - torch.arange(self.S)
+        shift = torch.tensor(published_slopes(self.H), dtype=torch.float64)[:, None, None] * -distance
+        keep = keep_mask(key, self.dropout, self.B, self.H, self.T, self.S, device=device) if self.dropout else None
+        return Problem(
+            scale=self.D**-0.5,
+            seen=self.visible()[:, None].to(device),
+            soft_cap=self.soft_cap,
+            shift=shift.to(device) if self.alibi else None,
+            sinks=self.sink_logits(device) if sinks is None else sinks,
+            keep=keep,
+            keep_scale=256 / (256 - round(256 * self.dropout)),
+        )
 
 
 def published_slopes(n_heads: int) -> list[float]:
@@ -158,55 +137,31 @@ def formula(
     keep: Tensor | None = None,
     rate: float = 0.0,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v in the precision of its inputs throughout.
+    """The reference's output, in the precision of its inputs throughout.
 
-    case   the options of attention where there are more than `causal`
+    case   the options of attention where there are more than `causal`; without its dropout
     keep   (B, H, T, S) bool, the weights that dropout keeps, and `rate` the probability of dropping that it realises
     """
     case = case or Case(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], causal=causal)
-    p = probabilities(q, k, case, sinks)
-    if keep is not None:
-        p = p.masked_fill(~keep, 0.0) / (1 - rate)
-    return p.to(v.dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-
-
-def philox_words(counter: Sequence, key: Sequence, rounds: int = 7) -> tuple:
-    """Philox 4x32 as Salmon et al. write it, on numpy uint64 arrays or scalars below 2**32."""
-    c0, c1, c2, c3 = (np.asarray(c, dtype=np.uint64) for c in counter)
-    k0, k1 = (np.asarray(k, dtype=np.uint64) for k in key)
-    low, high = np.uint64(0xFFFFFFFF), np.uint64(32)
-    for _ in range(rounds):
-        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (b >> high) ^ c1 ^ k0, b & low, (a >> high) ^ c3 ^ k1, a & low
-        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
-    return c0, c1, c2, c3
-
-
-@lru_cache(maxsize=8)
-def reference_mask(key: DropoutKey, p: float, B: int, H: int, T: int, S: int) -> Tensor:
-    """The mask of attention/dropout/mask.py's docstring, one Philox call for every single weight: (B, H, T, S) bool."""
-    b, h, i, j = np.meshgrid(*(np.arange(n) for n in (B, H, T, S)), indexing="ij", sparse=True)
-    words = philox_words(
-        (key.first_sequence + b, (j >> 6) * 8 + (j & 7), key.layer << 16 | h, (i >> 4) * 8 + (i & 7)),
-        (key.seed, key.step),
-    )
-    word = np.choose((j >> 4) & 3, np.broadcast_arrays(*words, np.zeros((B, H, T, S), np.uint64))[:4])
-    byte = 3 - (2 * (i >> 3 & 1) + (j >> 3 & 1))
-    return torch.from_numpy(word >> (8 * byte).astype(np.uint64) & np.uint64(255) >= round(256 * p))
+    asked = replace(replace(case, dropout=0.0).problem(q.device, sinks), keep=keep, keep_scale=1 / (1 - rate))
+    return evaluate(q, k, v, torch.zeros_like(q), asked).results["out"]
 
 
 def gradients(
     attend: Callable[..., Tensor | AttentionOutput], *tensors: Tensor, sinks: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """out and the gradients of q, k, v and, where they are given, the sinks, in fp64, for the tensors q, k, v and dout.
+    """out and the gradients of q, k, v and, where they are given, the sinks, in fp64, for the tensors q, k, v and dout;
+    and the log-sum-exp where it is returned.
 
     attend  called with q, k and v, and with the sinks after them
     """
     *inputs, dout = tensors
     leaves = [x.detach().requires_grad_() for x in (*inputs, *([] if sinks is None else [sinks]))]
-    out = attend(*leaves)
-    out = out.out if isinstance(out, AttentionOutput) else out
+    out, lse = attend(*leaves), None
+    if isinstance(out, AttentionOutput):
+        out, lse = out
     found = {"out": out} | dict(zip(("dq", "dk", "dv", "dsinks"), torch.autograd.grad(out, leaves, dout), strict=False))
+    found |= {} if lse is None else {"lse": lse}
     return {name: x.detach().double() for name, x in found.items()}
 
 
@@ -223,109 +178,101 @@ def gradients_with_slopes(
     return gradients(run, *tensors, sinks=case.sink_logits(device))
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Expected results: name -> (B, H or H_kv, T or S, D) fp64 for "out", "dq", "dk", "dv", (H,) for "dsinks".
-
-    exact   the formula in fp64
-    plain   the formula in the case's precision
-    slack   name -> error allowed in addition to twice that of `plain`, see `expect`
-    """
-
-    exact: dict[str, Tensor]
-    plain: dict[str, Tensor]
-    slack: dict[str, float] = field(default_factory=dict)
-
-
-@lru_cache(maxsize=64)
-def expect(case: Case, dtype: torch.dtype, device: str = "cpu") -> Expected:
-    """Evaluate the formula for `case.tensors(dtype)` in fp64 and in `dtype`.
-
-    Where little is computed, the plain formula is exact by chance. So roundings are allowed in addition to twice its
-    error:
-
-    dq, dk   two fp32 roundings of the terms of dS = P (dP - delta). A row that sees a single key has dP = delta: to the
-             plain formula they are the same number, while FlashAttention takes delta from the output.
-    dv       one fp32 rounding of the scores: the backward recomputes q k^T, and may add in another order.
-    dsinks   three standard deviations of the sum over all rows of delta's error, whose terms are independent roundings
-             of the output to `dtype`.
-    """
-    tensors = case.tensors(dtype, device)
-    keep, rate = None, 0.0
-    if case.dropout > 0:
-        keep = reference_mask(KEY, case.dropout, case.B, case.H, case.T, case.S).to(device)
-        rate = round(256 * case.dropout) / 256
-
-    attend, sinks = partial(formula, case=case, keep=keep, rate=rate), case.sink_logits(device)
-    q, k, v, dout = (x.double() for x in tensors)
-    exact = gradients(attend, q, k, v, dout, sinks=None if sinks is None else sinks.double())
-    plain = gradients(attend, *tensors, sinks=sinks)
-
-    group = case.H // case.H_kv
-    p = probabilities(q, k, case, sinks)
-    dp = dout @ v.repeat_interleave(group, dim=1).mT
-    if keep is not None:
-        dp = dp.masked_fill(~keep, 0.0) / (1 - rate)
-    terms = p * (dp.abs() + (p * dp).sum(-1, keepdim=True).abs()) / case.D**0.5
-    terms_dq = terms @ k.repeat_interleave(group, dim=1).abs()
-    terms_dk = (terms.mT @ q.abs()).unflatten(1, (case.H_kv, group)).sum(2)
-
-    slack = dict.fromkeys(exact, 0.0)
-    scores = (q @ k.repeat_interleave(group, dim=1).mT).abs().max() / case.D**0.5
-    terms_dv = scores * (p.mT @ dout.abs()).unflatten(1, (case.H_kv, group)).sum(2)
-    slack["dv"] += torch.finfo(torch.float32).eps * terms_dv.max().item()
-    for name, x in {"dq": terms_dq, "dk": terms_dk}.items():
-        slack[name] += 2 * torch.finfo(torch.float32).eps * x.max().item()
-    if case.sinks:
-        terms_dsinks = (1 - p.sum(-1, keepdim=True)) * dout * exact["out"]  # (B, H, T, D)
-        deviation = torch.finfo(dtype).eps / 2 / 3**0.5 * terms_dsinks.square().sum(dim=(0, 2, 3)).sqrt()
-        slack["dsinks"] += 3 * deviation.max().item()
-    return Expected(exact, plain, slack)
-
-
 def assert_accurate(
     attend: Callable[..., AttentionOutput],
     case: Case,
     dtype: torch.dtype,
-    device: str = "cpu",
-    factor: float = 2.0,
+    device: torch.device | str = "cpu",
+    lse: bool = False,
 ) -> None:
-    """Against fp64, out lies within twice the plain formula's own error, and each gradient within `factor` times it.
-
-    One fp32 rounding of the largest result is allowed in addition, and the slack of `expect`.
-    """
-    expected = expect(case, dtype, device)
+    """The check's judge finds nothing but rounding in out, all gradients and, if asked, the log-sum-exp."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> AttentionOutput:
-        return attend(q, k, v, score=case.score, layout=case.layout(device), sinks=sinks, dropout_key=KEY)
+        options: Any = {"return_lse": True} if lse else {}
+        return attend(q, k, v, score=case.score, layout=case.layout(device), sinks=sinks, dropout_key=KEY, **options)
 
-    got = gradients(run, *case.tensors(dtype, device), sinks=case.sink_logits(device))
-    assert_as_accurate(got, expected, factor, f"{case}, {dtype}")
-
-
-def assert_as_accurate(got: dict[str, Tensor], expected: Expected, factor: float, of: str) -> None:
-    """As `assert_accurate`, for computed results. `of` describes them in the message."""
-    for name, exact in expected.exact.items():
-        error = (got[name] - exact).abs().max().item()
-        plain_error = (expected.plain[name] - exact).abs().max().item()
-        slack = expected.slack.get(name, 0.0) + torch.finfo(torch.float32).eps * exact.abs().max().item()
-        allowed = 2.0 if name == "out" else factor
-        assert error <= allowed * plain_error + slack, (
-            f"{name}: error {error:.2e}, the plain formula's {plain_error:.2e} ({of})"
-        )
+    tensors = case.tensors(dtype, device)
+    with interpreting():
+        got = gradients(run, *tensors, sinks=case.sink_logits(device))
+    assert_rounding(tensors, case.problem(device), got, f"{case}, {dtype}")
 
 
-def assert_each_field_of_the_key_changes_the_mask(
-    attend: Callable[..., AttentionOutput], q: Tensor, k: Tensor, v: Tensor
+def assert_rounding(tensors: Sequence[Tensor], asked: Problem, got: dict[str, Tensor], of: str = "") -> None:
+    """The check's judge finds nothing but rounding in the results of a problem for the tensors q, k, v and dout."""
+    q, k, v, dout = tensors
+    results: dict[str, Tensor | None] = {n: x.float() if n in ("lse", "dsinks") else x for n, x in got.items()}
+    for verdict in judge(q, k, v, dout, asked, results):
+        assert verdict.passes, f"{verdict} ({of})"
+
+
+def assert_packed_is_accurate(attend: Any, case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
+    """The documents of a case as sequences of any length in one call of `varlen`; one of them may be empty."""
+    tensors = case.tensors(dtype, device)
+    bounds = torch.tensor([0, *case.documents]).cumsum(0)
+    got = gradients(
+        partial(varlen, attend, cu_seqlens=bounds, score=case.score), *(x[0].transpose(0, 1) for x in tensors)
+    )
+    assert_rounding(tensors, case.problem(device), {n: x.transpose(0, 1)[None] for n, x in got.items()}, str(case))
+
+
+def assert_cut_is_accurate(
+    attend: Any,
+    case: Case,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> None:
-    """For an attention that drops half of the weights, and tensors of two sequences or more."""
-    outs = [
-        attend(q, k, v, dropout_key=key).out
-        for key in (DropoutKey(1, 1, 1, 1), DropoutKey(2, 1, 1, 1), DropoutKey(1, 2, 1, 1), DropoutKey(1, 1, 2, 1))
-    ]
-    assert all(not torch.equal(outs[0], other) for other in outs[1:])
-    later = attend(q[1:], k[1:], v[1:], dropout_key=DropoutKey(1, 1, 1, 2)).out
-    assert torch.equal(later, outs[0][1:]), "a sequence's mask depends on its place in the global batch alone"
+    """Some queries of a case with keys that include all that they see, by q_start and k_start."""
+    cut = slice(*rows), slice(*columns)
+    asked = case.problem(device)
+    shift = None if asked.shift is None else asked.shift[:, *cut]
+    q, k, v, dout = case.tensors(dtype, device)
+    tensors = q[:, :, cut[0]], k[:, :, cut[1]], v[:, :, cut[1]], dout[:, :, cut[0]]
+    layout = case.layout(device)._replace(q_start=rows[0], k_start=columns[0])
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> AttentionOutput:
+        return attend(q, k, v, score=case.score, layout=layout, sinks=sinks)
+
+    got = gradients(run, *tensors, sinks=case.sink_logits(device))
+    asked = replace(asked, seen=asked.seen[:, :, *cut], shift=shift)
+    assert_rounding(tensors, asked, got, f"queries {rows}, keys {columns}, {case}")
+
+
+def assert_unseen_tiles_are_never_read(
+    attend: Any, case: Case, dtype: torch.dtype, device: str, rows: dict[str, int], keys: int
+) -> None:
+    """A NaN in a tile that is read reaches the results, even where its weight is zero.
+
+    rows  of the tiles of queries with which out and dq are computed; `keys`: of all tiles of keys
+    """
+    q, k, v, do = case.tensors(dtype, device)
+    seen, layout = case.visible()[0].to(device), case.layout(device)
+
+    def run(*tensors: Tensor) -> dict[str, Tensor]:
+        return gradients(lambda *qkv: attend(*qkv, score=case.score, layout=layout), *tensors)
+
+    def with_nan(x: Tensor, tile: slice) -> Tensor:
+        bad = x.clone()
+        bad[:, :, tile] = torch.nan
+        return bad
+
+    def assert_equal(name: str, got: dict[str, Tensor], tiles: Tensor, length: int) -> None:
+        reached = tiles.repeat_interleave(length)
+        assert not reached.all()
+        assert torch.equal(got[name][:, :, ~reached], clean[name][:, :, ~reached]), name
+
+    clean = run(q, k, v, do)
+    for start in range(0, case.S, keys):
+        tile = slice(start, start + keys)
+        got = run(q, with_nan(k, tile), with_nan(v, tile), do)
+        for name, length in rows.items():
+            assert_equal(name, got, seen[:, tile].unflatten(0, (-1, length)).any(2).any(1), length)
+    for start in range(0, case.T, rows["dq"]):
+        tile = slice(start, start + rows["dq"])
+        got = run(with_nan(q, tile), k, v, with_nan(do, tile))
+        for name in ("dk", "dv"):
+            assert_equal(name, got, seen[tile].unflatten(1, (-1, keys)).any(2).any(0), keys)
 
 
 def flops_of_tiles(case: Case, block_q: int, block_k: int) -> int:

@@ -6,42 +6,56 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from attention import AttentionConfig
 from attention.check.cases import Case, draw, problem
 from attention.check.formula import evaluate, expected_rounding
 from attention.check.judge import judge
 from attention.check.results import results, verdicts
-from tests.attention import reference
+from tests.attention.reference import published_slopes
 from tests.attention.subjects import CASES, subject_of
 from tests.right_attention import RIGHT
 
 pytestmark = pytest.mark.usefixtures("registered")
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["exact", "dropout"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_formula_and_its_gradients_are_those_of_autograd_on_an_independent_one(case: Case):
-    case = replace(case, dtype="fp64")
-    theirs = reference.Case(
-        *(case.B, case.H, case.H_kv, case.T, case.S, case.D, case.causal),
-        window=case.window,
-        soft_cap=case.soft_cap,
-        alibi=case.alibi,
-        sinks=case.sinks,
-        documents=case.documents,
-    )
-    inputs = draw(case)
-    if case.alibi:  # for two heads the checker's slopes are the published ones
-        assert inputs.slopes is not None
-        assert inputs.slopes.tolist() == reference.published_slopes(case.H)
-    tensors = (inputs.q, inputs.k, inputs.v, inputs.do)
-    sinks = None if inputs.sinks is None else inputs.sinks.double()
-    exact = evaluate(*tensors, problem(case, inputs)).results
-    expected = reference.gradients(lambda *x: reference.formula(*x, case=theirs), *tensors, sinks=sinks)
-    for name, x in expected.items():
-        torch.testing.assert_close(exact[name], x)
-    log_sum_exp = reference.log_sum_exp(*tensors[:2], theirs, inputs.sinks)
-    torch.testing.assert_close(exact["lse"], log_sum_exp.double(), rtol=1e-6, atol=1e-6)
+def test_the_formula_and_its_gradients_are_those_of_torchs_attention_and_autograd(case: Case, keep: bool):
+    """In fp64. Changed scores are its additive mask, for queries of zero; a sink is one more key, whose value is 0."""
+    inputs = draw(replace(case, dtype="fp64"))
+    mask = torch.rand(case.B, case.H, case.T, case.S) < 0.7 if keep else None
+    exact = evaluate(inputs.q, inputs.k, inputs.v, inputs.do, problem(replace(case, dropout=0.3 * keep), inputs, mask))
+    leaves = [x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    sinks = torch.zeros(case.H) if inputs.sinks is None else inputs.sinks
+    q, k, v, sinks = (*leaves, sinks.double().requires_grad_())
+    k, v = (x.repeat_interleave(case.H // case.H_kv, dim=1) for x in (k, v))
+    i, j = torch.arange(case.S - case.T, case.S)[:, None], torch.arange(case.S)
+    s = q @ k.mT / case.D**0.5
+    s = s if case.soft_cap is None else case.soft_cap * torch.tanh(s / case.soft_cap)
+    s = s if not case.alibi else s - torch.tensor(published_slopes(case.H)).double()[:, None, None] * (i - j)
+    seen = (j <= i) if case.causal else (j >= 0).expand(case.T, -1)
+    seen = seen if case.window is None else seen & (j > i - case.window)
+    if case.documents:
+        starts = torch.tensor(case.document_starts())
+        seen = seen & (starts[:, None, :, None] == starts[:, None, None, :])
+    column = sinks[:, None, None].expand(*s.shape[:3], 1) if case.sinks else s.new_full((*s.shape[:3], 1), -torch.inf)
+    empty = ~seen.expand_as(s).any(-1, keepdim=True)
+    joined = torch.cat([s.masked_fill(~seen, -torch.inf), column], -1)
+    values = v if mask is None else torch.eye(case.S).double().expand(case.B, case.H, -1, -1)
+    values = torch.cat([values, torch.zeros_like(values[:, :, :1])], 2)
+    out = F.scaled_dot_product_attention(
+        torch.zeros(*s.shape[:3], values.shape[-1]).double(),
+        torch.zeros_like(values),
+        values,
+        attn_mask=joined.masked_fill(empty, 0.0),
+    ).masked_fill(empty, 0.0)
+    out = out if mask is None else (out * mask / 0.7) @ v
+    gradients = torch.autograd.grad(out, [*leaves, *([sinks] if case.sinks else [])], inputs.do)
+    for name, x in zip(("out", "dq", "dk", "dv", "dsinks"), (out, *gradients), strict=False):
+        torch.testing.assert_close(exact.results[name], x)
+    torch.testing.assert_close(exact.results["lse"], joined.logsumexp(-1))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

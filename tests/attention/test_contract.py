@@ -1,4 +1,4 @@
-"""Every registered implementation against the formula in fp64: errors stay below a small multiple of the formula's."""
+"""Every registered implementation against the formula in fp64: the check's judge finds nothing but rounding."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import Score
+from attention import AttentionConfig, Score, ScoreError, documents, varlen
+from attention.check.behaviour import CHECKS
+from attention.check.cases import MEMORY
+from attention.check.cases import Case as CheckedCase
+from attention.check.results import verdicts
+from attention.check.run import Session, prepare
 from tests.attention.contract import (
     CASES,
     IN_FP64,
     NAMES,
-    PRECISIONS,
     REPLAYING,
     RETURNING_LSE,
+    SCORE_CASES,
     build,
     device_of,
-    factor,
     supporting,
 )
 from tests.attention.reference import (
     KEY,
     Case,
     assert_accurate,
-    assert_each_field_of_the_key_changes_the_mask,
-    expect,
+    assert_cut_is_accurate,
+    assert_packed_is_accurate,
     formula,
     gradients,
-    reference_mask,
 )
+from tests.attention.subjects import subject_of
+
+EVERYTHING = SCORE_CASES["everything"]
+HAVING_ALL = supporting(*EVERYTHING.score.features(), *EVERYTHING.layout().features())
+FULL = {f"{label}_full": replace(case, causal=False) for label, case in CASES.items()}
 
 
 def tensors_of(name: str, case: Case, dtype: torch.dtype = torch.float32) -> Any:
     """q, k, v and the gradient of out, where the implementation runs."""
     return case.tensors(dtype, device_of(name))
-
-
-def assert_as_accurate_as_it_must(name: str, case: Case, dtype: torch.dtype) -> None:
-    assert_accurate(build(name, dropout=case.dropout), case, dtype, device_of(name), factor(name, case, dtype))
-
-
-LARGE_SCORES = {"offset": Case(1, 2, 1, 100, 100, 64, offset=1e4), "spread": Case(1, 2, 1, 100, 100, 64, spread=1e4)}
 
 
 def test_the_implementations_of_this_repository_have_what_they_are_for():
@@ -57,25 +58,38 @@ def test_the_implementations_of_this_repository_have_what_they_are_for():
 
 
 @pytest.mark.parametrize(
-    ("causal", "dtype"), [*((True, dtype) for dtype in PRECISIONS), (False, torch.bfloat16)], ids=str
+    ("name", "case", "dtype"),
+    [
+        pytest.param(name, replace(case, dropout=dropout * (name in REPLAYING)), dtype, id=f"{name}-{label}-{dtype}")
+        for cases, precisions in (
+            (CASES, {torch.float32: 0.17, torch.bfloat16: 0.0, torch.float16: 0.0}),
+            (FULL, {torch.bfloat16: 0.17}),
+            (SCORE_CASES, {torch.float32: 0.17, torch.bfloat16: 0.0, torch.float16: 0.0}),
+        )
+        for label, case in cases.items()
+        for dtype, dropout in precisions.items()
+        for name in supporting(*case.score.features(), *case.layout().features())
+    ],
 )
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_errors_are_rounding_with_exactly_the_mask_dropped(name, case, dtype):
+    assert_accurate(build(name, dropout=case.dropout), case, dtype, device_of(name), name in RETURNING_LSE)
+
+
+LARGE_SCORES = {
+    "far above zero": Case(1, 2, 1, 100, 100, 64, offset=1e4),
+    "far below zero": Case(1, 2, 1, 100, 100, 64, offset=-1e4),
+    "far apart": Case(1, 2, 1, 100, 100, 64, spread=1e4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", LARGE_SCORES)
 @pytest.mark.parametrize("name", NAMES)
-def test_error_is_a_small_multiple_of_the_plain_formulas(name, case, causal, dtype):
-    assert_as_accurate_as_it_must(name, replace(case, causal=causal), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("name", REPLAYING)
-def test_dropout_drops_exactly_the_weights_of_the_mask(name, case, dtype):
-    assert_as_accurate_as_it_must(name, replace(case, dropout=0.17), dtype)
-
-
-@pytest.mark.parametrize("name", REPLAYING)
-def test_each_field_of_the_key_changes_the_mask(name):
-    q, k, v, _ = tensors_of(name, Case(2, 2, 2, 64, 64, 16))
-    assert_each_field_of_the_key_changes_the_mask(build(name, dropout=0.5), q, k, v)
+def test_scores_of_ten_thousand_neither_overflow_nor_lose_accuracy(name, kind, dtype):
+    case = LARGE_SCORES[kind]
+    q, k, _, _ = case.tensors(dtype)
+    assert (q.double() @ k.double().mT).abs().max() > torch.finfo(torch.float16).max  # q k^T alone would overflow
+    assert_accurate(build(name), case, dtype, device_of(name), name in RETURNING_LSE)
 
 
 @pytest.mark.parametrize("name", REPLAYING)
@@ -94,102 +108,31 @@ def test_nothing_is_dropped_without_a_key(name):
     assert torch.equal(build(name, dropout=0.5)(q, k, v).out, build(name)(q, k, v).out)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "dtype"),
-    [
-        (name, kind, dtype)
-        for name in NAMES
-        for kind in LARGE_SCORES
-        for dtype in PRECISIONS
-        # To fp32 a score of 10,000 is exact to 0.001, and so are the weights that flash recomputes from lse.
-        if (name, kind, dtype) != ("flash", "offset", torch.float32)
-    ],
-    ids=str,
-)
-def test_scores_of_ten_thousand_neither_overflow_nor_lose_accuracy(name, kind, dtype):
-    case = LARGE_SCORES[kind]
-    q, k, _, _ = case.tensors(dtype)
-    assert (q.double() @ k.double().mT).abs().max() > torch.finfo(torch.float16).max  # q k^T alone would overflow
-    assert_as_accurate_as_it_must(name, case, dtype)
-
-
-@pytest.mark.parametrize("name", REPLAYING)
-def test_a_single_token_attends_to_itself_unless_dropped(name):
-    q, k, v, _ = tensors_of(name, Case(8, 4, 4, 1, 1, 16))
-    keep = reference_mask(KEY, 0.5, 8, 4, 1, 1)
-    assert 0 < keep.sum() < keep.numel()
-    assert torch.equal(build(name, dropout=0.5)(q, k, v, dropout_key=KEY).out, 2 * v * keep.to(v.device))
-
-
+@pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("name", NAMES)
-def test_views_of_a_fused_projection_give_the_same_as_contiguous_tensors(name):
-    B, H, H_kv, T, D = 2, 4, 2, 50, 24
-    fused = torch.randn(B, T, (H + 2 * H_kv) * D, generator=torch.Generator().manual_seed(0)).to(device_of(name))
-    views = [x.unflatten(-1, (-1, D)).transpose(1, 2) for x in fused.split([H * D, H_kv * D, H_kv * D], dim=-1)]
-    dout = torch.randn(B, T, H, D, generator=torch.Generator().manual_seed(1)).to(device_of(name)).transpose(1, 2)
-    assert not any(x.is_contiguous() for x in (*views, dout))
-    got = gradients(build(name), *views, dout)
-    expected = gradients(build(name), *(x.contiguous() for x in views), dout.contiguous())
-    for key, value in expected.items():
-        torch.testing.assert_close(got[key], value, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_that_see_nothing_are_zero_with_zero_gradients(name, dtype):
-    fully_masked = 90 - 20
-    got = gradients(build(name), *tensors_of(name, Case(1, 2, 1, 90, 20, 16), dtype))
-    assert all(x.isfinite().all() for x in got.values())
-    assert not got["out"][:, :, :fully_masked].any()
-    assert not got["dq"][:, :, :fully_masked].any()
-    assert (got["out"][:, :, fully_masked:] != 0).all()
+def test_any_memory_layout_is_supported(name, memory):
+    case = CheckedCase(T=50, S=50, D=24, B=2, H=4, H_kv=2, memory=memory)
+    for verdict in verdicts(subject_of(AttentionConfig(name)), case, torch.device(device_of(name))):
+        assert verdict.passes, verdict
 
 
 @pytest.mark.parametrize("name", RETURNING_LSE)
-def test_lse_is_the_log_of_the_sum_of_exponentiated_scores(name):
-    q, k, v, _ = tensors_of(name, Case(1, 4, 2, 60, 45, 16))
-    attend, key = (build(name, dropout=0.3), KEY) if name in REPLAYING else (build(name), None)
-    _, lse = attend(q, k, v, dropout_key=key, return_lse=True)
-    scores = q.double() @ k.double().repeat_interleave(2, dim=1).mT / 4
-    hidden = torch.ones(60, 45, dtype=torch.bool, device=q.device).triu(45 - 60 + 1)
+def test_the_log_sum_exp_is_fp32_without_a_gradient_and_minus_infinity_for_rows_that_see_nothing(name):
+    q, k, v, _ = tensors_of(name, Case(1, 4, 2, 60, 45, 16), torch.float16)
+    lse = build(name)(q.requires_grad_(), k, v, return_lse=True).lse
     assert lse is not None
     assert lse.dtype == torch.float32
     assert not lse.requires_grad
     assert (lse[:, :, :15] == -torch.inf).all()
-    torch.testing.assert_close(lse.double(), scores.masked_fill(hidden, -torch.inf).logsumexp(-1), rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", sorted({*RETURNING_LSE} & {*supporting("full")}))
-def test_scores_whose_exponentials_underflow_still_make_a_softmax(name):
-    q, k = torch.full((1, 1, 40, 16), -1.0), torch.full((1, 1, 40, 16), 75.0)
-    q, k, v = (x.to(device_of(name)) for x in (q, k, torch.randn(1, 1, 40, 16)))
-    out, lse = build(name)(q, k, v, score=Score(causal=False), return_lse=True)
-    assert lse is not None
-    assert (lse < -88.7).all()
-    torch.testing.assert_close(out, v.mean(dim=2, keepdim=True).expand_as(out))
-
-
-@pytest.mark.parametrize(
-    ("name", "which", "bad"),
-    [
-        (name, which, bad)
-        for name in NAMES
-        for which in ("q", "k", "v")
-        for bad in (torch.inf, -torch.inf, torch.nan)
-        # torch takes a row whose scores are all -inf for one that sees nothing.
-        if (name, which, bad) != ("sdpa", "q", -torch.inf)
-    ],
-)
-def test_values_that_are_not_finite_reach_the_rows_that_see_them(name, which, bad):
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "sdpa"])  # torch adds -inf to hidden scores
+def test_values_that_are_not_finite_reach_the_rows_that_see_them(name):
     """A score of -inf has weight 0 where a row has other scores, and gives 0 / 0 where it has none."""
-    q, k, v, _ = Case(1, 2, 2, 70, 70, 16).tensors(torch.float32)
-    q[..., 3], k[..., 3] = q[..., 3].abs() + 1, k[..., 3].abs() + 1
-    {"q": q, "k": k, "v": v}[which][0, 0, 66, 3] = bad
-    expected = formula(q, k, v)[0].isfinite()
-    assert not expected[0, 66].all() or (which, bad) == ("k", -torch.inf)
-    got = build(name)(*(x.to(device_of(name)) for x in (q, k, v))).out[0].cpu().isfinite()
-    assert torch.equal(got[0, 66:], expected[0, 66:])
-    assert got[expected].all(), "other rows"
+    session = Session(subject_of(AttentionConfig(name)), torch.device(device_of(name)), float("inf"), stream=None)
+    prepare(session, ("fp32",))
+    found = CHECKS["NaN and infinity"](session)
+    assert (found.status, found.calls) == ("ok", 9), found.detail
 
 
 @pytest.mark.parametrize(("B", "T", "S"), [(0, 9, 9), (2, 9, 0), (2, 0, 9)])
@@ -199,16 +142,6 @@ def test_empty_inputs_give_empty_or_zero_results(name, B, T, S):
     got = gradients(build(name), q, k, k, q)
     assert [got[x].shape for x in ("out", "dq", "dk", "dv")] == [q.shape, q.shape, k.shape, k.shape]
     assert not any(x.any() for x in got.values())
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(("T", "S"), [(5, 5), (3, 7), (7, 3)])
-@pytest.mark.parametrize("name", sorted({*IN_FP64} & {*REPLAYING}))
-def test_gradients_are_the_derivatives_of_the_output(name, T, S, dropout):
-    attend = build(name, dropout=dropout)
-    q, k, v, _ = tensors_of(name, Case(1, 4, 2, T, S, 3), torch.float64)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, dropout_key=KEY).out, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
@@ -228,17 +161,91 @@ def test_the_inputs_decide_the_precision_under_autocast(name):
         out = build(name)(*inputs).out
     expected = build(name)(*inputs).out
     assert torch.equal(out, expected)
-    grads = (torch.autograd.grad(x, inputs, dout) for x in (out, expected))
-    assert all(map(torch.equal, *grads))
+    assert all(map(torch.equal, *(torch.autograd.grad(x, inputs, dout) for x in (out, expected))))
 
 
-def test_the_reference_is_what_torch_computes_in_fp64():
-    case = CASES["grouped"]
-    q, k, v, dout = case.tensors(torch.float32)
+@pytest.mark.parametrize("shape", [(7, 7), (4, 9), (9, 4)], ids=str)
+@pytest.mark.parametrize("name", sorted({*IN_FP64} & {*REPLAYING} & {*HAVING_ALL}))
+def test_gradients_are_the_derivatives_of_the_output(name, shape):
+    T, S = shape
+    case = Case(2, 4, 2, T, S, 3, window=3, soft_cap=1.5, alibi=True, sinks=True, documents=(S - 2, 2))
+    attend, layout = build(name, dropout=0.3), case.layout(device_of(name))
+    q, k, v, _ = tensors_of(name, case, torch.float64)
+    inputs = [x.requires_grad_() for x in (q, k, v, torch.linspace(-1, 1, 4, dtype=torch.float64, device=q.device))]
 
-    def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    def out(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return attend(q, k, v, score=case.score, layout=layout, sinks=sinks, dropout_key=KEY).out
 
-    got = expect(case, torch.float32).exact
-    for name, x in gradients(torchs, *(x.double() for x in (q, k, v, dout))).items():
-        torch.testing.assert_close(got[name], x)
+    assert torch.autograd.gradcheck(out, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", sorted({*RETURNING_LSE} & {*supporting("sinks")}))
+def test_without_keys_the_sink_is_all_there_is(name):
+    """In the first rows, which stand before all keys, and in all where there is none."""
+    sinks = torch.tensor([0.5, -1.0], device=device_of(name), requires_grad=True)
+    for T, S in ((30, 20), (3, 0)):
+        q, k, v, _ = tensors_of(name, Case(1, 2, 2, T, S, 16))
+        out, lse = build(name)(q, k, v, score=Score(sinks=True), sinks=sinks, return_lse=True)
+        assert lse is not None
+        torch.testing.assert_close(lse[0, :, : T - S], sinks.detach()[:, None].expand(2, T - S))
+        assert not out[:, :, : T - S].any()
+        (gradient,) = torch.autograd.grad(out[:, :, : T - S].sum(), sinks, allow_unused=True)
+        assert gradient is None or not gradient.any()
+
+
+@pytest.mark.parametrize("name", supporting("window", "documents"))
+def test_sequences_of_any_length_prefill_in_one_call(name):
+    case = Case(1, 4, 2, 64, 64, 16, window=20, documents=(5, 0, 33, 1, 25))
+    assert_packed_is_accurate(build(name), case, torch.float32, device_of(name))
+
+
+def test_sequences_that_do_not_fill_the_call_are_refused():
+    q, k, v = (torch.ones(64, heads, 16) for heads in (4, 2, 2))
+    with pytest.raises(ScoreError, match="must end at the row's length, 64"):
+        varlen(build("naive"), q, k, v, torch.tensor([0, 60]))
+    with pytest.raises(ValueError, match=r"k \(60, .* must agree in total"):
+        varlen(build("naive"), q, k[:60], v[:60], torch.tensor([0, 64]))
+
+
+@pytest.mark.parametrize("documents", [(), (90, 60)], ids=["one_document", "two_documents"])
+@pytest.mark.parametrize("name", HAVING_ALL)
+def test_a_cut_of_the_queries_with_a_cut_of_the_keys_is_a_cut_of_the_whole(name, documents):
+    """The keys of a cut include all that its queries see through the window of 70."""
+    case = replace(EVERYTHING, documents=documents)
+    for rows, columns in (((0, 80), (0, 150)), ((80, 150), (11, 150))):
+        assert_cut_is_accurate(build(name), case, rows, columns, torch.float32, device_of(name))
+
+
+@pytest.mark.parametrize("name", supporting("alibi"))
+def test_given_slopes_replace_those_of_the_paper(name):
+    q, k, v, _ = tensors_of(name, Case(1, 2, 2, 40, 40, 16))
+    slopes = torch.tensor([0.3, 0.0], device=q.device)
+    got = build(name)(q, k, v, score=Score(alibi=True), slopes=slopes).out
+    distance = (torch.arange(40)[:, None] - torch.arange(40)).to(q.device)
+    scores = q.double() @ k.double().mT / 4 - slopes[:, None, None] * distance
+    expected = scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v.double()
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted({*REPLAYING} & {*HAVING_ALL}))
+def test_everything_compiles_to_one_graph_that_neither_documents_nor_a_key_recompile(name):
+    case = replace(EVERYTHING, T=40, S=40, documents=(10, 30))
+    device, attend = device_of(name), build(name, dropout=0.1)
+    tensors, sinks = tensors_of(name, case), case.sink_logits(device)
+
+    def results(starts: Tensor, step: Tensor, attend: Any) -> dict[str, Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Any:
+            key = replace(KEY, step=step)
+            return attend(q, k, v, score=case.score, layout=documents(starts), sinks=sinks, dropout_key=key)
+
+        return gradients(call, *tensors, sinks=sinks)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend.__call__, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step, lengths in enumerate(((10, 30), (1, 2, 37))):
+            starts = torch.tensor([sum(lengths[:n]) for n, length in enumerate(lengths) for _ in range(length)])
+            starts = starts.int().expand(1, -1).contiguous().to(device)
+            got, expected = (results(starts, torch.tensor(step), x) for x in (compiled, attend))
+            for key, x in expected.items():
+                torch.testing.assert_close(got[key], x, rtol=1e-5, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from attention import Attention, AttentionConfig, Cache, Score, UnsupportedAttention, build_attention
+from attention.check.formula import evaluate
 from attention.decode import write_kernel
 from attention.decode.write import write_in_torch
 from attention.flash.decode import choose_blocks
-from tests.attention.reference import published_slopes
+from tests.attention.reference import Case
 
 SCORES: dict[str, Score] = {
     "plain": Score(),
@@ -28,28 +30,14 @@ PAGE = torch.zeros(2, 1, dtype=torch.int32)
 SINKS = torch.linspace(-1.5, 2.0, 8)
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
+def expected(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
     """out (H, T, D) and lse (H, T) in fp64, of the last T tokens of one sequence with k, v (H_kv, n, D)."""
-    (H, T, D), n = q.shape, k.shape[1]
-    q, k, v = (x.double() for x in (q, k, v))
-    out, lse = torch.zeros(H, T, D, dtype=torch.float64), torch.full((H, T), -torch.inf, dtype=torch.float64)
-    for h in range(H):
-        kv = h // (H // k.shape[0])
-        for t in range(T):
-            i = n - T + t
-            first = 0 if score.window is None else max(0, i - score.window + 1)
-            end = i + 1 if score.causal else n
-            sink = SINKS[h : h + 1].double() if score.sinks else torch.empty(0, dtype=torch.float64)
-            keys = torch.arange(first, end) if i >= 0 or not score.causal else torch.arange(0)
-            s = k[kv, keys] @ q[h, t] / D**0.5
-            if score.soft_cap is not None:
-                s = score.soft_cap * torch.tanh(s / score.soft_cap)
-            if score.alibi:
-                s = s - published_slopes(H)[h] * (i - keys)
-            lse[h, t] = torch.cat([s, sink]).logsumexp(0)
-            if len(keys):
-                out[h, t] = torch.exp(s - lse[h, t]) @ v[kv, keys]
-    return out, lse
+    (H, T, D), (H_kv, n, _) = q.shape, k.shape
+    case = Case(1, H, H_kv, T, n, D, score.causal, window=score.window)
+    asked = replace(case, soft_cap=score.soft_cap, alibi=score.alibi, sinks=score.sinks).problem()
+    q, k, v = (x[None].double() for x in (q, k, v))
+    found = evaluate(q, k, v, torch.zeros_like(q), asked).results
+    return found["out"][0], found["lse"][0]
 
 
 def contiguous(lengths: list[int], capacity: int, H_kv: int, D: int, dtype: torch.dtype = torch.float32) -> Cache:
@@ -101,7 +89,7 @@ def test_decoding_is_the_formula_of_each_sequence_alone(attend, name, T):
     cache, q = contiguous(lengths, 100, 2, 16), queries(len(lengths), 8, T, 16)
     out, lse = attend.decode(q, cache, **extras(score), return_lse=True)
     for b, n in enumerate(lengths):
-        wanted, wanted_lse = by_hand(q[b], cache.k[b, :, :n], cache.v[b, :, :n], score)
+        wanted, wanted_lse = expected(q[b], cache.k[b, :, :n], cache.v[b, :, :n], score)
         torch.testing.assert_close(out[b].double(), wanted, atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(lse[b].double(), wanted_lse, atol=2e-6, rtol=2e-6)
 
@@ -114,7 +102,7 @@ def test_kernels_join_the_splits_of_long_sequences(H, H_kv, T, score):
     flash: Any = build_attention(AttentionConfig("flash"))
     out, lse = flash.decode(q, cache, **extras(score), return_lse=True)
     for b, n in enumerate(lengths):
-        wanted, wanted_lse = by_hand(q[b], cache.k[b, :, :n], cache.v[b, :, :n], score)
+        wanted, wanted_lse = expected(q[b], cache.k[b, :, :n], cache.v[b, :, :n], score)
         torch.testing.assert_close(out[b].double(), wanted, atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(lse[b].double(), wanted_lse, atol=2e-6, rtol=2e-6)
     alone = Cache(cache.k[1:2], cache.v[1:2], cache.lengths[1:2])
@@ -132,7 +120,7 @@ def test_splits_are_longer_where_a_gpu_has_no_room_for_more(monkeypatch):
     cache, q = contiguous(lengths, 520, 1, 16), queries(len(lengths), 2, 1, 16)
     out = build_attention(AttentionConfig("flash")).decode(q, cache).out
     for b, n in enumerate(lengths):
-        wanted, _ = by_hand(q[b], cache.k[b, :, :n], cache.v[b, :, :n], Score())
+        wanted, _ = expected(q[b], cache.k[b, :, :n], cache.v[b, :, :n], Score())
         torch.testing.assert_close(out[b].double(), wanted, atol=2e-6, rtol=2e-6)
 
 

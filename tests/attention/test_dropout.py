@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from attention import DropoutKey, keep_mask
 from attention.dropout import drop_threshold, keep_scale, philox
-from tests.attention.reference import KEY, philox_words, reference_mask
+from tests.attention.reference import KEY
 
 # Random123's kat_vectors, "philox4x32 7": counter, key, result.
 KNOWN_ANSWERS = [
@@ -18,6 +21,30 @@ KNOWN_ANSWERS = [
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
 ]
+
+
+def philox_words(counter: Sequence, key: Sequence, rounds: int = 7) -> tuple:
+    """Philox 4x32 as Salmon et al. write it, on numpy uint64 arrays or scalars below 2**32."""
+    c0, c1, c2, c3 = (np.asarray(c, dtype=np.uint64) for c in counter)
+    k0, k1 = (np.asarray(k, dtype=np.uint64) for k in key)
+    low, high = np.uint64(0xFFFFFFFF), np.uint64(32)
+    for _ in range(rounds):
+        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (b >> high) ^ c1 ^ k0, b & low, (a >> high) ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    return c0, c1, c2, c3
+
+
+def reference_mask(key: DropoutKey, p: float, B: int, H: int, T: int, S: int) -> Tensor:
+    """The mask of attention/dropout/mask.py's docstring, one Philox call for every single weight: (B, H, T, S) bool."""
+    b, h, i, j = np.meshgrid(*(np.arange(n) for n in (B, H, T, S)), indexing="ij", sparse=True)
+    words = philox_words(
+        (key.first_sequence + b, (j >> 6) * 8 + (j & 7), key.layer << 16 | h, (i >> 4) * 8 + (i & 7)),
+        (key.seed, key.step),
+    )
+    word = np.choose((j >> 4) & 3, np.broadcast_arrays(*words, np.zeros((B, H, T, S), np.uint64))[:4])
+    byte = 3 - (2 * (i >> 3 & 1) + (j >> 3 & 1))
+    return torch.from_numpy(word >> (8 * byte).astype(np.uint64) & np.uint64(255) >= round(256 * p))
 
 
 def words(text: str) -> list[int]:

@@ -13,10 +13,17 @@ from torch import Tensor
 from attention import AttentionConfig, Layout, Score, build_attention
 from attention.dropout import drop_threshold
 from attention.flash.call import Problem
-from attention.flash.op import flash_forward, flash_horizons, run_horizons, run_key_horizons
+from attention.flash.op import flash_forward, flash_horizons, run_horizons
 from attention.spec import Inputs, Spec
 from tests.attention.contract import SCORE_CASES
-from tests.attention.reference import KEY, Case, assert_accurate, gradients, gradients_with_slopes
+from tests.attention.reference import (
+    KEY,
+    Case,
+    assert_accurate,
+    assert_unseen_tiles_are_never_read,
+    gradients,
+    gradients_with_slopes,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -30,12 +37,12 @@ CAPPED: Any = {"soft_cap": 1.5, "dropout": 0.17}
 
 @pytest.mark.parametrize(
     "case",
-    [replace(SCORE_CASES["window_documents"], **CAPPED), Case(1, 2, 1, 100, 61, 24, documents=(21, 40), **CAPPED)],
+    [replace(SCORE_CASES["documents"], window=40, **CAPPED), Case(1, 2, 1, 100, 61, 24, documents=(21, 40), **CAPPED)],
     ids=["window_documents", "more_queries"],
 )
 def test_one_maximum_for_all_tiles_is_as_accurate(case):
     """In fp32, because fp16 uses the running maximum."""
-    assert_accurate(flash(0.17), case, torch.float32, DEVICE, factor=3.0)
+    assert_accurate(flash(0.17), case, torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("soft_cap", [60.0, 61.0], ids=["one_maximum", "running_maximum"])
@@ -61,7 +68,7 @@ def test_scores_at_the_soft_cap_neither_overflow_nor_vanish(n_low, soft_cap):
 def test_windows_that_end_at_the_edge_of_a_tile(T):
     case = Case(1, 1, 1, T, T, 16)
     for window in (1, 63, 64, 65, T):
-        assert_accurate(flash(), replace(case, window=window), torch.float16, DEVICE, factor=3.0)
+        assert_accurate(flash(), replace(case, window=window), torch.float16, DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -75,38 +82,12 @@ def test_windows_that_end_at_the_edge_of_a_tile(T):
     ids=lambda c: f"{c.T}-{c.window}-{c.documents}-{c.causal}",
 )
 def test_tiles_in_which_nothing_is_seen_are_never_read(case):
-    """A NaN in a tile that is read reaches the results, even where its weight is zero."""
-    q, k, v, do = (x.to(DEVICE) for x in case.tensors(torch.float16))
-    seen = case.visible()[0]
-    offset, tile = case.S - case.T, 64
-
-    def run(*tensors: Tensor) -> dict[str, Tensor]:
-        return gradients(lambda *qkv: flash()(*qkv, score=case.score, layout=case.layout(DEVICE)), *tensors)
-
-    clean = run(q, k, v, do)
-    for start in range(0, case.S, tile):
-        keys = slice(start, start + tile)
-        bad_k, bad_v = k.clone(), v.clone()
-        bad_k[:, :, keys] = bad_v[:, :, keys] = math.nan
-        blocks = seen[:, keys].unflatten(0, (-1, tile)).any(2).any(1)  # tiles of queries that see one of the keys
-        got = run(q, bad_k, bad_v, do)
-        for name in ("out", "dq"):
-            unaffected = ~blocks.repeat_interleave(tile).to(DEVICE)
-            assert torch.equal(got[name][:, :, unaffected], clean[name][:, :, unaffected]), (start, name)
-    for start in range(0, case.T, tile):
-        rows = slice(start, start + tile)
-        bad_q, bad_do = q.clone(), do.clone()
-        bad_q[:, :, rows] = bad_do[:, :, rows] = math.nan
-        blocks = seen[rows].unflatten(1, (-1, tile)).any(2).any(0)  # tiles of keys that one of the queries sees
-        got = run(bad_q, k, v, bad_do)
-        for name in ("dk", "dv"):
-            unaffected = ~blocks.repeat_interleave(tile).to(DEVICE)
-            assert torch.equal(got[name][:, :, unaffected], clean[name][:, :, unaffected]), (start, offset, name)
+    assert_unseen_tiles_are_never_read(flash(), case, torch.float16, DEVICE, {"out": 64, "dq": 64}, 64)
 
 
-@pytest.mark.parametrize("score", [Score(), Score(causal=False), Score(window=33)], ids=str)
+@pytest.mark.parametrize("score", [Score(), Score(causal=False), Score(window=33), Score(alibi=True)], ids=str)
 @pytest.mark.parametrize(("q_start", "k_start"), [(64, 0), (0, 64), (100, 20), (10, 100), (200, 0)])
-def test_queries_and_keys_that_stand_anywhere(score, q_start, k_start):
+def test_queries_and_keys_that_stand_anywhere(score, q_start, k_start, horizons):
     q, k, v, do = (x.to(DEVICE) for x in Case(1, 1, 1, 70, 80, 16).tensors(torch.float32))
     layout = Layout(q_start=q_start, k_start=k_start)
     got, expected = (
@@ -147,6 +128,7 @@ FAR_CASES = {
     "soft_cap_sinks": replace(THREE_TILES, H_kv=2, soft_cap=2.0, sinks=True),
     "window_documents": replace(THREE_TILES, H_kv=2, window=100, documents=(115, 25)),
     "dropout": replace(THREE_TILES, dropout=0.17),
+    "two_sequences": replace(THREE_TILES, B=2, H_kv=2),
 }
 
 
@@ -188,21 +170,6 @@ def test_alibis_horizon_reaches_a_key_whose_score_outweighs_its_bias(loud, horiz
         torch.testing.assert_close(found[name], x, rtol=1e-3, atol=1e-3 * x.abs().max().item())
 
 
-def test_each_sequence_has_separate_horizons(horizons):
-    case = replace(FAR, B=2, H_kv=2)
-    q, k, v, do = (x.to(DEVICE) for x in case.tensors(torch.float32))
-    q[1] *= 30
-    slopes = torch.tensor(SLOPES, device=DEVICE)
-    near, far = run_horizons(q, k, slopes, Spec(Score(alibi=True), scale=0.25).text())[:, :3]
-    assert (near < far).all()
-    got, exact = run_far(case, (q, k, v, do)), run_far(case, tuple(x.double() for x in (q, k, v, do)), "naive")
-    for name, x in exact.items():
-        torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-5 * x.abs().max().item())
-    horizons(False)
-    for name, x in run_far(case, (q, k, v, do)).items():
-        assert torch.equal(got[name], x), name
-
-
 def test_a_horizon_follows_the_largest_norm_of_many_rows():
     """Head size 256 has a tile of norms for 64 rows, and more tiles here than are compared at a time."""
     q = torch.ones(1, 1, 4, 256, device=DEVICE)
@@ -235,21 +202,6 @@ def test_long_calls_have_horizons(T, S, given, expected):
     assert not Problem(spec, 64, torch.bfloat16, T, S, (9, 0)).has_horizons
 
 
-def test_alibis_horizon_is_where_weights_are_zero():
-    q, k = (x.to(DEVICE) for x in replace(FAR, H_kv=2).tensors(torch.float32)[:2])
-    slopes, scale = torch.tensor(SLOPES, device=DEVICE), 0.25
-    found = run_horizons(q, k, slopes, Spec(Score(alibi=True), scale).text())
-    assert found.dtype == torch.int32
-    norms_q, norms_k = (x.double().norm(dim=-1).amax(-1) for x in (q, k.repeat_interleave(3, dim=1)))
-    bits = 2 * norms_q * norms_k * scale - slopes * found
-    assert (bits[:, :4] / math.log(2) < -150).all()
-    assert (bits[:, :4] / math.log(2) + slopes[:4] / math.log(2) > -165).all()
-    assert (found[:, 4:] == 2**30).all()
-    capped = run_horizons(q, k, slopes, Spec(Score(alibi=True, soft_cap=0.5), scale).text())
-    assert (capped[:, :4] < found[:, :4]).all()
-    assert (0.5 * 2 - slopes * capped)[:, :4].max() / math.log(2) < -150
-
-
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_leave_no_horizon(bad, soft_cap):
@@ -260,20 +212,6 @@ def test_numbers_that_are_not_finite_leave_no_horizon(bad, soft_cap):
     unlimited = found == 2**30
     assert unlimited[0].tolist() == [True] + 5 * [False]
     assert unlimited[1].tolist() == 3 * [False] + 3 * [True]
-
-
-def test_positions_at_which_a_query_may_lack_its_key_have_no_horizons(horizons):
-    q, k, v, do = (x.to(DEVICE) for x in Case(1, 2, 2, 128, 64, 16).tensors(torch.float32))
-    layout, score, slopes = Layout(q_start=100), Score(alibi=True), torch.tensor([30.0, 5.0], device=DEVICE)
-    got, expected = (
-        gradients(lambda q, k, v, a=attend: a(q, k, v, score=score, layout=layout, slopes=slopes), *tensors)
-        for attend, tensors in (
-            (flash(), (q, k, v, do)),
-            (build_attention(AttentionConfig("naive")), [x.double() for x in (q, k, v, do)]),
-        )
-    )
-    for name, x in expected.items():
-        torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-4)
 
 
 def test_horizons_compile_with_the_call(horizons):
@@ -310,26 +248,6 @@ def forget(case: Case, tensors: tuple[Tensor, ...], name: str = "flash") -> dict
     out = attend(q, k, v, score=score, layout=case.layout(DEVICE), dropout_key=KEY, tensors={"a": a, "c": c}).out
     gradients = torch.autograd.grad(out, (q, k, v, a, c), tensors[3])
     return {"out": out, **dict(zip(("dq", "dk", "dv", "da", "dc"), gradients, strict=True))}
-
-
-@pytest.mark.parametrize(("H", "H_kv", "T", "S"), [(2, 2, 640, 640), (4, 2, 500, 777), (2, 1, 400, 300)])
-def test_a_formulas_horizons_are_where_weights_are_zero(H, H_kv, T, S):
-    """(2, 1, 400, 300): the first queries stand before the first key."""
-    torch.manual_seed(0)
-    q, k, factors = torch.randn(1, H, T, 16), torch.randn(1, H_kv, S, 16), 2 * torch.rand(1, H, T)
-    x = (torch.tensor([3.0, 1.5, 1.0, 0.1])[:H, None] * 2 * torch.rand(1, H, S)).cumsum(-1)
-    spec = Spec(Score(formula="a[h, i] * s + x[h, j]"), 0.25)
-    found = run_key_horizons(q.to(DEVICE), k.to(DEVICE), x.to(DEVICE), factors.to(DEVICE), spec.text()).cpu()
-    of_each = found.repeat_interleave(64, -1)
-    first, end = of_each[..., :T], of_each[..., -(-T // 64) * 64 :][..., :S]
-    i, j = torch.arange(T)[:, None], torch.arange(S)
-    scores = 0.25 * factors[..., None] * (q @ k.repeat_interleave(H // H_kv, 1).mT) + x[:, :, None]
-    scores = scores.double().masked_fill(j > i + S - T, -torch.inf)
-    bits = (scores - scores.amax(-1, keepdim=True)) / math.log(2)
-    for skipped in (j < first[..., None], i >= end[:, :, None]):
-        skipped = skipped & (j <= i + S - T)
-        assert skipped[:, 0].sum() > 0.3 * (j <= i + S - T).sum()
-        assert bits[skipped].max() < -150
 
 
 GATED = Case(1, 4, 4, 200, 200, 16)

@@ -12,16 +12,13 @@ from torch import Tensor
 
 from attention import AttentionConfig, AttentionOutput, KernelPath, Score, build_attention, keep_mask
 from attention.dropout import drop_threshold
-from attention.flash.call import KernelCall, Problem
 from attention.flash.hopper.configs import forward_blocks
-from attention.flash.hopper.forward import forward
 from attention.flash.op import flash_forward
 from attention.spec import Inputs, Spec
 from tests.attention.reference import (
     KEY,
     Case,
     assert_accurate,
-    assert_each_field_of_the_key_changes_the_mask,
     formula,
 )
 
@@ -34,7 +31,7 @@ WIDE = (136, 192, 256)  # two backward kernels, with tiles of 64 keys
 # Around the edges of one, two and three tiles of 64 queries, and of 128 keys; few queries; few keys.
 LENGTHS = (
     (113, 203), (108, 256), (1023, 1024), (1, 239), (799, 3), (63, 64), (64, 65), (127, 129), (128, 128), (129, 127),
-    (191, 193), (192, 255), (257, 257), (300, 5),
+    (191, 193), (192, 255), (257, 257), (300, 5), (300, 1),
 )  # fmt: skip
 HEADS = ((4, 4), (4, 2), (3, 1))
 # At head sizes above 64 and from 1,024 keys on, lse2 and delta come with the backward's products.
@@ -87,41 +84,26 @@ def assert_repeats(results: Callable[[], Iterable[Tensor]]) -> None:
 @pytest.mark.parametrize(
     "case", [*grid(), *LONG, *grid(LENGTHS[::2], WIDE), LONG_WIDE], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}"
 )
-def test_error_is_a_small_multiple_of_the_plain_formulas(case, causal, dropout):
-    # With three keys, dq is what is left when delta cancels dP, and delta comes from a rounded output.
-    factor = 4.0 if case.S == 3 else 3.0
-    assert_accurate(flash(dropout), replace(case, causal=causal, dropout=dropout), torch.bfloat16, "cuda", factor)
+def test_errors_are_rounding(case, causal, dropout):
+    case = replace(case, causal=causal, dropout=dropout)
+    assert_accurate(flash(dropout), case, torch.bfloat16, "cuda", lse=True)
 
 
 @DROPOUT
-@pytest.mark.parametrize(("T", "S"), [(1, 239), (64, 65), (129, 127), (300, 5), (799, 300), (1023, 1024)])
-@pytest.mark.parametrize("D", WIDE)
-@pytest.mark.parametrize("changed", [{}, {"causal": False}, {"sinks": True}], ids=["causal", "full", "sinks"])
-def test_wide_heads_give_the_forward_of_the_plain_kernels(changed, D, T, S, dropout):
-    case = Case(2, 4, 2, T, S, D, **changed)
-    q, k, v, _ = case.tensors(torch.bfloat16, "cuda")
-    options = {"score": case.score, "sinks": case.sink_logits("cuda"), "dropout_key": KEY}
-    (out, lse), (plain, plain_lse) = (
-        flash(dropout, path)(q, k, v, **options, return_lse=True) for path in (KernelPath.hopper, KernelPath.plain)
-    )
-    assert (out.float() - plain.float()).norm() < 5e-3 * plain.float().norm()
-    torch.testing.assert_close(lse, plain_lse, rtol=1e-5, atol=1e-5)
-
-
-@DROPOUT
-@pytest.mark.parametrize(("T", "S"), [(1, 239), (64, 65), (191, 193), (300, 5), (799, 300), (1023, 1024)])
 @pytest.mark.parametrize("length", [1024, 4096, 32768])
-def test_kernels_for_one_length_at_head_size_64_are_right_for_all(length, T, S, dropout):
-    q, k, v, _ = Case(2, 4, 2, T, S, 64).tensors(torch.bfloat16, "cuda")
-    threshold = drop_threshold(dropout)
-    spec = Spec(Score(), scale=64**-0.5, threshold=threshold)
-    call = KernelCall(spec, Inputs(key=KEY.pack(q.device) if threshold else None))
-    out = torch.empty_like(q)
-    blocks = forward_blocks(Problem(spec, 64, q.dtype, length, length, (9, 0)))
-    lse, _ = forward(q, k, v, out, call, blocks)
-    plain, plain_lse = flash(dropout, KernelPath.plain)(q, k, v, dropout_key=KEY, return_lse=True)
-    assert (out.float() - plain.float()).norm() < 5e-3 * plain.float().norm()
-    torch.testing.assert_close(lse, plain_lse, rtol=1e-5, atol=1e-5)
+def test_kernels_for_one_length_at_head_size_64_are_right_for_all(length, dropout, monkeypatch):
+    blocks = forward_blocks
+    monkeypatch.setattr(
+        "attention.flash.hopper.forward.forward_blocks", lambda x: blocks(x._replace(queries=length, keys=length))
+    )
+    for T, S in ((1, 239), (64, 65), (191, 193), (300, 5), (799, 300), (1023, 1024)):
+        assert_accurate(flash(dropout), Case(2, 4, 2, T, S, 64, dropout=dropout), torch.bfloat16, "cuda", lse=True)
+
+
+@pytest.mark.parametrize("offset", [-300.0, 300.0])
+@pytest.mark.parametrize("D", [64, 256])
+def test_scores_may_be_far_from_zero(D, offset):
+    assert_accurate(flash(), Case(1, 2, 2, 200, 200, D, offset=offset), torch.bfloat16, "cuda", lse=True)
 
 
 @DROPOUT
@@ -167,30 +149,7 @@ def test_maxima_that_grow_from_tile_to_tile(D, length, score, dtype, dropout, mo
 @DROPOUT
 @pytest.mark.parametrize("case", [*grid()[::5], LONG[0], LONG_WIDE], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
 def test_error_in_fp16(case, dropout):
-    assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.float16, "cuda", factor=3.0)
-
-
-@DROPOUT
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_with_one_key_dq_and_dk_are_what_the_rounding_of_out_leaves(D, causal, dropout):
-    """With one key dP = delta and dS = 0, but delta comes from a bf16 output: off by up to eps/2 of each term."""
-    q, k, v, do = Case(2, 4, 2, 300, 1, D).tensors(torch.bfloat16, "cuda")
-    attend = partial(flash(dropout), score=Score(causal=causal), dropout_key=KEY)
-    out, dq, dk, dv = (x.double() for x in run(attend, q, k, v, do))
-    keep = keep_mask(KEY, dropout, 2, 4, 300, 1, device="cuda") / (1 - round(256 * dropout) / 256)
-    if causal:
-        keep[:, :, :-1] = 0.0
-    expected = keep * v.repeat_interleave(2, 1).double()
-    terms = do.double() * expected
-    u = torch.finfo(torch.bfloat16).eps / 2
-    off = (u * terms.abs().sum(-1, keepdim=True) + 1e-5) / D**0.5 * (1 + 2 * u)
-    assert ((out - expected).abs() <= u * expected.abs() + 1e-30).all()
-    assert (dq.abs() <= off * k.repeat_interleave(2, 1).double().abs()).all()
-    assert (dk.abs() <= (off * q.double().abs()).sum(2, keepdim=True).unflatten(1, (2, 2)).sum(2)).all()
-    torch.testing.assert_close(
-        dv, (keep * do.double()).sum(2, keepdim=True).unflatten(1, (2, 2)).sum(2), rtol=u, atol=1e-3
-    )
+    assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.float16, "cuda")
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -203,11 +162,6 @@ def test_every_rate_drops_the_weights_of_keep_mask(p, D):
     kept = keep_mask(KEY, p, 1, 2, D, D, device="cuda") & seen
     assert torch.equal(out != 0, kept)
     assert torch.equal(dv != 0, kept.mT)
-
-
-def test_each_field_of_the_key_changes_the_mask():
-    q, k, v, _ = Case(2, 2, 2, 64, 64, 64).tensors(torch.bfloat16, "cuda")
-    assert_each_field_of_the_key_changes_the_mask(flash(0.5), q, k, v)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 0.3])
@@ -225,12 +179,6 @@ def test_the_operator_keeps_torchs_rules():
     q, k, v = (x.requires_grad_() for x in Case(2, 4, 2, 150, 150, 64).tensors(torch.bfloat16, "cuda")[:3])
     spec = Spec(Score(), scale=0.125, threshold=drop_threshold(0.1), path="hopper")
     torch.library.opcheck(flash_forward, (q, k, v, Inputs(key=KEY.pack(q.device)).present(), spec.text(), 0, 0))
-
-
-@pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("T", [1, 2, 5, 17, 128])
-def test_large_inputs_do_not_overflow(T, D):
-    assert_accurate(flash(), Case(2, 2, 2, T, T, D, spread=25.0), torch.bfloat16, "cuda", factor=3.0)
 
 
 @pytest.mark.parametrize(("D", "T"), [(64, 300), (128, 300), (256, 300), (64, 16400)])
@@ -291,8 +239,8 @@ def test_long_sequences_use_the_whole_mask(D):
     keep = keep_mask(KEY, p, 1, 2, T, T, rows=(T - rows, T), device="cuda")
     expected = formula(q[:, :, -rows:].float(), k.float(), v.float(), causal=True, keep=keep, rate=round(256 * p) / 256)
     torch.testing.assert_close(out[:, :, -rows:].float(), expected, rtol=2e-2, atol=2e-3)
-    plain = run(partial(flash(p, KernelPath.plain), dropout_key=KEY), q, k, v, do)[1:]
-    for a, b in zip(gradients, plain, strict=True):
+    plain = run(partial(flash(p, KernelPath.plain), dropout_key=KEY), q, k, v, do)
+    for a, b in zip((out, *gradients), plain, strict=True):
         assert (a.float() - b.float()).norm() < 1e-2 * b.float().norm()
 
 

@@ -9,8 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, KernelPath, Layout, Score, build_attention
-from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients, gradients_with_slopes
+from attention import AttentionConfig, AttentionOutput, KernelPath, Layout, Score, build_attention
+from tests.attention.reference import (
+    KEY,
+    Case,
+    assert_accurate,
+    assert_unseen_tiles_are_never_read,
+    formula,
+    gradients,
+    gradients_with_slopes,
+)
 from tests.gpu.graphs import captured
 from tests.gpu.test_flash import SCORES
 from tests.gpu.test_hopper import DROPOUT, assert_repeats, flash, run
@@ -22,11 +30,37 @@ pytestmark = pytest.mark.skipif(
 
 @DROPOUT
 @pytest.mark.parametrize("D", [64, 111, 128, 192])
-@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize("score", [*SCORES.values(), {"T": 700, "sinks": True}], ids=[*SCORES, "more_queries_sinks"])
 def test_error_of_changed_scores(score, D, dropout):
+    """The log-sum-exp of capped scores is not judged: the hardware's tanh is off by up to 2^-11 of itself."""
     T = 300 if D == 111 and "documents" not in score else 512
-    case = Case(2, 4, 2, T, 512, D, dropout=dropout, **score)
-    assert_accurate(flash(dropout), case, torch.bfloat16, "cuda", factor=3.0)
+    case = Case(**{"B": 2, "H": 4, "H_kv": 2, "T": T, "S": 512, "D": D, "dropout": dropout} | score)
+    assert_accurate(flash(dropout), case, torch.bfloat16, "cuda", lse=case.soft_cap is None)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("score", "layout", "S"),
+    [
+        (Score(sinks=True), Layout(), 0),
+        (Score(causal=False, sinks=True), Layout(), 0),
+        (Score(window=33, sinks=True), Layout(q_start=900), 200),
+        (Score(sinks=True), Layout(q_start=0, k_start=900), 200),
+    ],
+    ids=["no_keys", "no_keys_full", "behind_the_window", "before_the_keys"],
+)
+def test_where_no_row_sees_a_key_the_sink_is_all_there_is(score, layout, S, D):
+    case = Case(2, 4, 2, 130, S, D, sinks=True)
+    (q, k, v, do), sinks = case.tensors(torch.bfloat16, "cuda"), case.sink_logits("cuda")
+    assert sinks is not None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, return_lse: bool = False) -> AttentionOutput:
+        return flash()(q, k, v, score=score, layout=layout, sinks=sinks, return_lse=return_lse)
+
+    lse = attend(q, k, v, sinks, return_lse=True).lse
+    assert lse is not None
+    torch.testing.assert_close(lse, sinks[:, None].expand(2, 4, 130))
+    assert not any(x.any() for x in gradients(attend, q, k, v, do, sinks=sinks).values())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -43,7 +77,7 @@ def test_error_of_changed_scores(score, D, dropout):
     ids=str,
 )
 def test_error_of_changed_scores_of_long_sequences(score, dtype):
-    assert_accurate(flash(), Case(1, 4, 2, 1100, 1187, 128, **score), dtype, "cuda", factor=3.0)
+    assert_accurate(flash(), Case(1, 4, 2, 1100, 1187, 128, **score), dtype, "cuda")
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -68,7 +102,7 @@ def test_weights_of_capped_scores_stay_in_range(D):
 @pytest.mark.parametrize("score", ["soft_cap", "alibi", "everything"])
 def test_error_of_changed_scores_in_fp16(score, D):
     case = Case(1, 4, 2, 200, 512, D, dropout=0.17, **SCORES[score])
-    assert_accurate(flash(0.17), case, torch.float16, "cuda", factor=3.0)
+    assert_accurate(flash(0.17), case, torch.float16, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +110,7 @@ def test_error_of_changed_scores_in_fp16(score, D):
 )
 def test_windows_that_end_at_the_edge_of_a_tile(window, D):
     for T in (129, 256, 400):
-        assert_accurate(flash(), Case(1, 2, 1, T, 400, D, window=window), torch.bfloat16, "cuda", factor=3.0)
+        assert_accurate(flash(), Case(1, 2, 1, T, 400, D, window=window), torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -84,7 +118,7 @@ def test_windows_that_end_at_the_edge_of_a_tile(window, D):
 def test_documents_that_end_at_the_edge_of_a_tile(lengths, causal):
     for D, T in ((64, 512), (128, 512), (128, 333), (256, 333)):
         case = Case(2, 2, 2, T, 512, D, causal=causal, documents=lengths)
-        assert_accurate(flash(), case, torch.bfloat16, "cuda", factor=3.0)
+        assert_accurate(flash(), case, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -99,36 +133,8 @@ def test_documents_that_end_at_the_edge_of_a_tile(lengths, causal):
     ids=lambda c: f"{c.T}-{c.window}-{c.documents}-{c.causal}",
 )
 def test_tiles_in_which_nothing_is_seen_are_never_read(case, D):
-    """A NaN in a tile that is read reaches the results, even where its weight is zero."""
-    case, rows_of_k = replace(case, D=D), 128
-    rows_of_q = {"forward": 64, "backward": 128 if D == 64 else 64}
-    q, k, v, do = case.tensors(torch.bfloat16, "cuda")
-    seen = case.visible()[0].cuda()  # (T, S)
-    attend = partial(flash(), score=case.score, layout=case.layout("cuda"))
-    clean = gradients(attend, q, k, v, do)
-
-    def assert_equal_where(reached: Tensor, got: dict[str, Tensor], name: str) -> None:
-        assert reached.any()
-        assert not reached.all()
-        assert torch.equal(got[name][:, :, ~reached], clean[name][:, :, ~reached]), name
-
-    for start in range(0, case.S, rows_of_k):
-        tile = slice(start, start + rows_of_k)
-        bad_k, bad_v = k.clone(), v.clone()
-        bad_k[:, :, tile] = bad_v[:, :, tile] = torch.nan
-        if seen[:, tile].any():
-            got = gradients(attend, q, bad_k, bad_v, do)
-            for name, rows in zip(("out", "dq"), rows_of_q.values(), strict=True):
-                reached = seen[:, tile].unflatten(0, (-1, rows)).any(2).any(1).repeat_interleave(rows)
-                assert_equal_where(reached, got, name)
-    for start in range(0, case.T, rows_of_q["backward"]):
-        tile = slice(start, start + rows_of_q["backward"])
-        bad_q, bad_do = q.clone(), do.clone()
-        bad_q[:, :, tile] = bad_do[:, :, tile] = torch.nan
-        reached = seen[tile].unflatten(1, (-1, rows_of_k)).any(2).any(0).repeat_interleave(rows_of_k)
-        got = gradients(attend, bad_q, k, v, bad_do)
-        assert_equal_where(reached, got, "dk")
-        assert_equal_where(reached, got, "dv")
+    rows = {"out": 64, "dq": 128 if D == 64 else 64}
+    assert_unseen_tiles_are_never_read(flash(), replace(case, D=D), torch.bfloat16, "cuda", rows, 128)
 
 
 @pytest.mark.parametrize("score", [Score(), Score(causal=False), Score(window=33)], ids=str)

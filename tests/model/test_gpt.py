@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from dataclasses import replace
@@ -13,20 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.flop_counter import FlopCounterMode
 
 from attention import AttentionConfig, Score, SDPABackend, build_attention
 from attention.dropout import DropoutKey, keep_mask
 from attention.flash import op
 from attention.interface import AttentionShape, UnsupportedAttention
 from attention.naive import NaiveAttention
-from model.counting import flops_per_token, num_parameters
+from model.counting import num_parameters
 from model.embedding import Lookup, lookup_gradient
 from model.gpt import GPT, Computation
-from model.loss import LossKind
 from model.mlps import gelu
 from model.options import GPTConfig, ModelError, Positions, Recompute
-from model.positions import position_tables
 
 SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
 KEY = DropoutKey(seed=1, step=2, layer=0, first_sequence=3)
@@ -65,28 +61,6 @@ def test_number_of_parameters_is_gpt2s():
     assert num_parameters(model) == 124_439_808  # transformers' GPT2LMHeadModel("gpt2").num_parameters()
 
 
-@pytest.mark.parametrize("n_kv_heads", [None, 2])
-def test_flops_per_token_are_those_that_torch_counts(n_kv_heads):
-    model = build(replace(SMALL, n_kv_heads=n_kv_heads), vocab_size=128, computation=Computation(loss=LossKind.plain))
-    tokens, targets = window(B=3)
-    with FlopCounterMode(display=False) as counter:
-        model(tokens, targets).backward()
-    assert counter.get_total_flops() == tokens.numel() * flops_per_token(model, 16, causal=False)
-    attention = flops_per_token(model, 16, causal=False) - flops_per_token(model, 0, causal=False)
-    assert flops_per_token(model, 16, causal=True) == flops_per_token(model, 0, causal=True) + attention / 2
-
-
-@pytest.mark.parametrize("positions", Positions)
-def test_no_token_sees_its_successors(positions):
-    model = build(replace(SMALL, positions=positions))
-    tokens, _ = window()
-    changed = tokens.clone()
-    changed[:, 9:] = (changed[:, 9:] + 1) % 100
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :9], after[:, :9])
-    assert not torch.allclose(before[:, 9:], after[:, 9:])
-
-
 def test_gradient_of_the_lookup_is_that_of_indexing():
     weight = torch.randn(10, 4, requires_grad=True)
     tokens, d_out = torch.randint(10, (3, 7)), torch.randn(3, 7, 4)
@@ -94,27 +68,6 @@ def test_gradient_of_the_lookup_is_that_of_indexing():
     (gradient,) = torch.autograd.grad(Lookup.apply(weight, tokens), weight, d_out)
     torch.testing.assert_close(gradient, expected)
     torch.library.opcheck(lookup_gradient, (d_out, tokens, 10))
-
-
-def test_grouped_heads_equal_full_heads_with_repeated_weights():
-    grouped = build(replace(SMALL, n_kv_heads=2, bias=True))
-    full = build(replace(SMALL, bias=True))
-    state = copy.deepcopy(grouped.state_dict())
-    for name in [n for n in state if "c_attn" in n]:
-        q, k, v = state[name].unflatten(0, (8, 8)).split([4, 2, 2])  # (heads, D, ...)
-        state[name] = torch.cat([q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)]).flatten(0, 1)
-    full.load_state_dict(state)
-    torch.testing.assert_close(grouped(window()[0]), full(window()[0]))
-
-
-def test_rotation_is_multiplication_by_a_unit_complex_number():
-    T, D = 7, 6
-    x = torch.randn(2, T, 3, D)
-    angle = torch.arange(T)[:, None] * 10_000.0 ** (-torch.arange(0, D, 2) / D)
-    turned = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    expected = torch.cat([turned.real, turned.imag], dim=-1)
-    tables = position_tables(GPTConfig(n_heads=1, n_embd=D, positions=Positions.rotary), T)
-    torch.testing.assert_close(tables.rotate(x), expected)
 
 
 class Spy(NaiveAttention):
@@ -297,37 +250,6 @@ def test_gelu_is_the_same_function_compiled_and_not():
         y = f(x)
         torch.testing.assert_close(y, x * phi)
         torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], slope)
-
-
-@pytest.mark.parametrize("loss", [LossKind.plain, LossKind.chunked])
-def test_padding_rows_of_the_embedding_stay_zero(loss):
-    model = build(computation=Computation(loss=loss))
-    assert model.wte.weight.shape == (128, 32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(*window()).backward()
-        optimizer.step()
-    assert not model.wte.weight[100:].any()
-    assert model(window()[0]).shape == (2, 16, 100)
-
-
-def test_compiles_into_one_graph_for_every_step():
-    counters = torch._dynamo.utils.counters
-    torch._dynamo.reset()
-    counters.clear()
-    model = build(
-        replace(SMALL, dropout=0.1, n_kv_heads=2, positions=Positions.rotary),
-        attention_dropout=0.1,
-        computation=Computation(Recompute.block, LossKind.chunked),
-    )
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for step in range(3):
-        key = DropoutKey(torch.tensor(1), torch.tensor(step), 0, torch.tensor(4 * step))
-        loss = compiled(*window(), dropout_key=key)
-        loss.backward()
-        torch.testing.assert_close(loss, model(*window(), dropout_key=key))
-    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow

@@ -138,14 +138,17 @@ def test_compiled_into_one_graph_a_step_is_the_same(name, dropout, recompute):
     model = build(replace(EVERYTHING, dropout=0.1), name=name, dropout=dropout, computation=computation)
     inputs, targets = tokens()
     after = further(inputs, targets)
-    results = []
-    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        model.zero_grad()
-        losses = function(inputs, targets, dropout_key=KEY, further=after)
-        model.objective(losses).backward()
-        results.append([losses.detach(), *(p.grad for p in model.parameters())])
-    for plain, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, plain)
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for key in (KEY, replace(KEY, step=torch.tensor(3), first_sequence=torch.tensor(7))):
+            results = []
+            for function in (model, step):
+                model.zero_grad()
+                losses = function(inputs, targets, dropout_key=key, further=after)
+                model.objective(losses).backward()
+                results.append([losses.detach(), *(p.grad for p in model.parameters())])
+            for plain, compiled in zip(*results, strict=True):
+                torch.testing.assert_close(compiled, plain)
 
 
 @pytest.mark.parametrize("config", PARTS.values(), ids=PARTS)
@@ -199,9 +202,11 @@ def test_number_of_parameters_is_transformers():
 
 
 @pytest.mark.parametrize("loss", [LossKind.plain, LossKind.chunked])
-def test_padding_rows_stay_zero_in_embedding_and_head(loss):
+@pytest.mark.parametrize("tied", [False, True])
+def test_padding_rows_stay_zero_in_embedding_and_head(tied, loss):
     torch.manual_seed(0)
-    model = GPT(EVERYTHING, VOCAB, T, build_attention(AttentionConfig()), Computation(loss=loss))
+    config = replace(EVERYTHING, tied=tied)
+    model = GPT(config, VOCAB, T, build_attention(AttentionConfig()), Computation(loss=loss))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     inputs, targets = tokens()
     for _ in range(2):

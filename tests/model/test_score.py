@@ -73,21 +73,6 @@ def test_keys_that_the_first_layer_does_not_see_arrive_through_the_second(name):
         assert not differs[4 + reach + 1 :].any()
 
 
-def test_queries_and_keys_are_normalised_with_a_learned_scale():
-    model = build(replace(SMALL, qk_norm=True, positions=Positions.rotary, n_kv_heads=2))
-    torch.nn.init.constant_(model.get_parameter("h.0.attn.q_norm.weight"), 3.0)
-    seen = {}
-
-    def spy(q, k, v, **options):
-        seen["q"], seen["k"] = q, k
-        return model.attend(q, k, v, **options)
-
-    model.h[0](torch.randn(2, 16, 32), Surroundings(model.tables, Layout(), spy))
-    # A rotation leaves the length of a vector as it is: sqrt(D) times the scale.
-    torch.testing.assert_close(seen["q"].norm(dim=-1), torch.full((2, 4, 16), 3.0 * 8**0.5), rtol=1e-3, atol=0)
-    torch.testing.assert_close(seen["k"].norm(dim=-1), torch.full((2, 2, 16), 8**0.5), rtol=1e-3, atol=0)
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("dtype", "half"), [(torch.float32, True), (torch.float64, False)])
 def test_queries_are_normalised_in_the_precision_of_the_weights(dtype, half):
