@@ -27,6 +27,7 @@ class OwnTokenizer:
     eot_token  the token between two texts
     end        its name
     ends       tokens that end a generated text: this one, and those that others add
+    begin      the token before a text that is scored: this one, unless others set it
     """
 
     def __init__(self, name: str, content: str) -> None:
@@ -47,7 +48,7 @@ class OwnTokenizer:
         self.model.encode_special_tokens = True
         vocabulary = self.model.get_vocab(with_added_tokens=True)
         self.eot_token, self.n_vocab = vocabulary[self.end], max(vocabulary.values()) + 1
-        self.ends = {self.eot_token}
+        self.ends, self.begin = {self.eot_token}, self.eot_token
 
     @property
     def content(self) -> str:

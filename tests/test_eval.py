@@ -326,6 +326,29 @@ def test_an_exported_folder_has_the_scores_of_its_run(tmp_path, positions, capsy
         eval.main(arguments)
 
 
+@pytest.mark.parametrize("written", ["b", {"__type": "AddedToken", "content": "b"}, None])
+def test_a_text_of_a_folder_follows_its_tokenizers_begin_token(run, tmp_path, written):
+    transformers, folder = pytest.importorskip("transformers"), tmp_path / "exported"
+    (run / "summary.json").unlink()
+    sample.main([f"run={run}", f"export={folder}"])
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": written}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    first = transformers.AutoTokenizer.from_pretrained(folder).bos_token_id
+    assert first == (None if written is None else ord("b"))
+    first = END if first is None else first
+    scorer = Scorer(LanguageModel(load_trained(folder, ModelChoice(device="cpu"))), batch=3)
+    text, model = "A text.", fresh("learned")
+    expected = log_probability(model, [first, *text.encode()], len(text))
+    assert scorer.loglikelihood_rolling([text]) == pytest.approx([expected], abs=1e-4)
+    assert scorer.loglikelihood([("", text)])[0][0] == pytest.approx(expected, abs=1e-4)
+
+
+def test_bits_per_byte_of_a_text_without_spaces_are_finite_and_its_word_perplexity_is_not(run, tmp_path):
+    found = evaluated(run, f"tasks={write(tmp_path / 'long.jsonl', [{'text': '木' * 400}])}")["long"]
+    assert found["word_perplexity"] == "inf"
+    assert found["byte_perplexity"] == pytest.approx(2 ** found["bits_per_byte"])
+
+
 def test_an_exported_folder_gets_the_same_scores_from_lm_evals_model(run, tmp_path):
     pytest.importorskip("lm_eval")
     pytest.importorskip("transformers")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from data.own_tokenizer import OwnTokenizer
 from data.progress import progress
 from data.tokenizers import encoder, ends_of
 from model.loss import IGNORE_INDEX
@@ -24,6 +25,8 @@ class LanguageModel:
 
     max_length   the longest input, in tokens
     end_of_text  the token that ends a text and begins the next
+    begin        the token before a text that is scored alone: the tokenizer's begin token where it has one, else the
+                 end of text, as in lm-eval
     ends         the tokens that end a generated text
     encode       a text to its tokens, 1-D integers, without special ones
     decode       tokens to their text
@@ -33,7 +36,8 @@ class LanguageModel:
         """seq_len  the longest input, which the model has to allow; None: the run's"""
         self.trained, self.model = trained, trained.model
         self.max_length, self.end_of_text = seq_len or trained.config.seq_len, trained.tokenizer.eot_token
-        self.ends = ends_of(trained.tokenizer)
+        self.ends, tokenizer = ends_of(trained.tokenizer), trained.tokenizer
+        self.begin = tokenizer.begin if isinstance(tokenizer, OwnTokenizer) else self.end_of_text
         self.encode = encoder(trained.tokenizer)
         self.decode = trained.tokenizer.decode
 
@@ -76,16 +80,16 @@ class Scorer:
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Log-likelihoods of continuations, and whether greedy decoding would give them, for pairs of context and
-        continuation. An empty context is an end of text.
+        continuation. An empty context is `begin`.
 
         Raises ConfigError for a continuation longer than the model's longest input.
         """
         return self._score([self._encode_pair(*pair) for pair in pairs], "scoring continuations")
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """The log-likelihood of each text after an end of text. A longer one than the model's longest input is taken in
+        """The log-likelihood of each text after `begin`. A longer one than the model's longest input is taken in
         windows that predict each token once; the last one reaches back as far as it can."""
-        windows = [rolling_windows(self._encode(text), self.model.end_of_text, self.model.max_length) for text in texts]
+        windows = [rolling_windows(self._encode(text), self.model.begin, self.model.max_length) for text in texts]
         scores = iter(self._score([window for of_text in windows for window in of_text], "scoring texts"))
         return [sum(next(scores)[0] for _ in of_text) for of_text in windows]
 
@@ -101,7 +105,7 @@ class Scorer:
                     f"The task generates {tokens} tokens, and the model's {model.max_length} leave no room for a "
                     "prompt; choose a model trained with a longer seq_len."
                 )
-            prompt = self._encode(context) or [model.end_of_text]
+            prompt = self._encode(context) or [model.begin]
             self.cut += len(prompt) > room
             asked.append(Request(prompt[-room:], tokens))
         stops = {request: of_request for request, (_, of_request, _) in zip(asked, requests, strict=True)}
@@ -129,7 +133,7 @@ class Scorer:
         stripped = context.rstrip()
         whole, first = self._encode(context + continuation), self._encode(stripped)
         if not first:
-            first, whole = [self.model.end_of_text], [self.model.end_of_text, *whole]
+            first, whole = [self.model.begin], [self.model.begin, *whole]
         if not (wanted := whole[len(first) :]) or len(wanted) > self.model.max_length:
             raise ConfigError(
                 f"The continuation {continuation[:40]!r} has {len(wanted)} tokens, and the model takes 1 to "

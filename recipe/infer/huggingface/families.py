@@ -62,7 +62,7 @@ class Family:
     keys          options of model.* and their keys in config.json
     parts         options that all of its models share
     fixed         keys that change the computation, and the values that a model here supports, the files' default first
-    defaults      of keys that files may leave out
+    defaults      of keys that files may leave out, as transformers' class has them
     biases        the keys for biases of all linear layers, or of attention's
     windows       whether sliding_window applies to all layers, or to the layers that layer_types names
     zeros         modules that always have a bias there: a model without writes zeros
@@ -81,6 +81,12 @@ class Family:
     zeros: re.Pattern[str] | None = None
     transposed: bool = False
 
+    def full_name(self, name: str) -> str:
+        """The name that the architecture's class has for a tensor of a file: files of a base model leave out the first
+        part, and torch.compile inserts one."""
+        name, first = name.replace("_orig_mod.", ""), f"{self.names['h']}".split(".")[0] + "."
+        return name if name.startswith((first, "lm_head.")) else first + name
+
     def stored(self, parameter: str) -> list[str]:
         """Their names of a parameter's parts, such as h.0.attn.c_attn.weight's. Raises KeyError for an unknown one."""
         layer, module, leaf = re.fullmatch(r"(?:h\.(\d+)\.)?(.+)\.(\w+)", parameter).groups()  # type: ignore[union-attr]
@@ -89,7 +95,9 @@ class Family:
         return [f"{before}{name}.{leaf}" for name in ([names] if isinstance(names, str) else names)]
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", biases=("attention_bias", "mlp_bias"), defaults={"rms_norm_eps": 1e-6})
+# Values that transformers' classes take for keys that files leave out
+EPS, WINDOW = {"rms_norm_eps": 1e-6}, {"sliding_window": 4096}
+LLAMA = Family("llama", "LlamaForCausalLM", biases=("attention_bias", "mlp_bias"), defaults=EPS)
 FAMILIES = {
     family.kind: family
     for family in (
@@ -113,17 +121,19 @@ FAMILIES = {
                 "tie_word_embeddings": (True,),
                 "add_cross_attention": (False,),
             },
-            {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "layer_norm_epsilon": 1e-5},
+            {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "layer_norm_epsilon": 1e-5}
+            | {"n_positions": 1024},
             zeros=re.compile(r""),
             transposed=True,
         ),
         LLAMA,
-        Family("mistral", "MistralForCausalLM", windows="all", defaults={"sliding_window": 4096}),
+        Family("mistral", "MistralForCausalLM", windows="all", defaults=EPS | WINDOW | {"num_key_value_heads": 8}),
         Family(
             "qwen2",
             "Qwen2ForCausalLM",
             parts=PARTS | {"attention_bias": AttentionBias.inputs},
             windows="types",
+            defaults=EPS | WINDOW | {"num_key_value_heads": 32},
         ),
         Family(
             "qwen3",
@@ -131,7 +141,7 @@ FAMILIES = {
             parts=PARTS | {"qk_norm": True},
             biases=("attention_bias",),
             windows="types",
-            defaults={"head_dim": 128},
+            defaults=EPS | WINDOW | {"num_key_value_heads": 32, "head_dim": 128},
         ),
         Family(
             "gemma2",
@@ -146,7 +156,9 @@ FAMILIES = {
                 "embed_scale": True,
             },
             {"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (None, False)},
-            {"head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+            EPS
+            | WINDOW
+            | {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256}
             | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
             biases=("attention_bias",),
             windows="types",
@@ -166,7 +178,7 @@ FAMILIES = {
             KEYS | {"norm_eps": "norm_epsilon"},
             {"positions": Positions.rotary},
             {"hidden_act": ("gelu_pytorch_tanh",)},
-            {"tie_word_embeddings": True, "norm_epsilon": 1e-5, "use_bias": True},
+            {"tie_word_embeddings": True, "norm_epsilon": 1e-5, "use_bias": True, "num_key_value_heads": 2},
             biases=("use_bias",),
             windows="all",
             zeros=re.compile(r"norm"),

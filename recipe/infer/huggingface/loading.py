@@ -68,20 +68,20 @@ def settings_of(folder: Path, source: str) -> Settings:
 
 
 class Tensors:
-    """The tensors of a folder by name, read one at a time."""
+    """The tensors of a folder by the names of its family, read one at a time."""
 
-    def __init__(self, folder: Path, source: str) -> None:
+    def __init__(self, folder: Path, source: str, family: Family) -> None:
         """Raises WeightsError where there are none, or a file is damaged."""
         if (folder / WEIGHTS).is_file():
             files = [folder / WEIGHTS]
         else:
             files = sorted(folder / name for name in self.listed(folder, source))
-        self.of: dict[str, Any] = {}
+        self.of: dict[str, tuple[Any, str]] = {}  # the file and the name in it
         with ExitStack() as opened:
             for path in files:
                 try:
                     file = opened.enter_context(safe_open(path, framework="pt"))
-                    self.of |= dict.fromkeys(file.keys(), file)
+                    self.of |= {family.full_name(name): (file, name) for name in sorted(file.keys())}
                 except Exception as error:  # safetensors raises a type that it does not export
                     raise WeightsError(
                         f"init_from={source}: {path} cannot be read ({error}); copy or fetch it again."
@@ -95,7 +95,8 @@ class Tensors:
         self.close()
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self.of[name].get_tensor(name)
+        file, stored = self.of[name]
+        tensor: Tensor = file.get_tensor(stored)
         return tensor
 
     def names(self) -> set[str]:
@@ -128,11 +129,11 @@ def load(model: GPT, source: str, download: Callable[..., str] = snapshot_downlo
     settings = settings_of(folder, source)
     if flaws := list(unlike(settings, model.config, model.scores, model.seq_len, model.vocab_size, source)):
         raise WeightsError("\n".join(flaws))
-    with Tensors(folder, source) as tensors:
+    with Tensors(folder, source, settings.family) as tensors:
+        if flaws := list(unfit(tensors, settings, model.config, source)):
+            raise WeightsError("\n".join(flaws))
         names = tensors.names() | ({"lm_head.weight"} if not model.config.tied else set())
-        if not model.config.bias and settings.family.zeros is not None:
-            if has_biases(tensors, settings.family):
-                raise WeightsError(f"init_from={source} has biases and the model has none; set model.bias=true.")
+        if not model.config.bias:
             names = {name for name in names if not zero_bias(settings.family, name)}
         wanted = {
             name: settings.family.stored(name)
@@ -174,9 +175,18 @@ def zero_bias(family: Family, name: str) -> bool:
     return family.zeros is not None and name.endswith(".bias") and bool(family.zeros.search(name))
 
 
-def has_biases(tensors: Tensors, family: Family) -> bool:
-    """Whether such a bias is not zero; reads the biases alone."""
-    return any(bool(tensors[name].any()) for name in tensors.names() if zero_bias(family, name))
+def unfit(tensors: Tensors, settings: Settings, model: GPTConfig, source: str) -> Iterator[str]:
+    """A sentence for each reason why a folder's tensors are not those of a model, although its settings are."""
+    biases = (name for name in tensors.names() if zero_bias(settings.family, name))
+    if not model.bias and any(bool(tensors[name].any()) for name in biases):
+        yield f"init_from={source} has biases and the model has none; set model.bias=true."
+    (embedding,), head = settings.family.stored("wte.weight"), "lm_head.weight"
+    tied = f"init_from={source} has tie_word_embeddings={str(settings.model.tied).lower()} in config.json and"
+    if not settings.model.tied and head not in tensors.of:
+        yield f"{tied} no {head}; set it to true if the embedding is the head, or fetch the file that holds the head."
+    both = settings.model.tied and {head, embedding} <= tensors.of.keys()
+    if both and not torch.equal(tensors[head], tensors[embedding]):
+        yield f"{tied} a {head} that is not the embedding; set it to false there, or remove the head."
 
 
 def unlike(
@@ -251,9 +261,8 @@ def folder_mistakes(
         settings = settings_of(folder, source)
         known = model.vocab_size or vocab_size
         flaws += unlike(settings, model, scores, seq_len, known, source)
-        with Tensors(folder, source) as tensors:
-            if not model.bias and settings.family.zeros is not None and has_biases(tensors, settings.family):
-                flaws.append(f"init_from={source} has biases and the model has none; set model.bias=true.")
+        with Tensors(folder, source, settings.family) as tensors:
+            flaws += unfit(tensors, settings, model, source)
     except WeightsError as error:
         flaws.append(str(error))
     yield from flaws

@@ -58,10 +58,11 @@ def read_settings(content: dict[str, Any], source: str) -> Settings:
     for key, accepted in family.fixed.items():
         if (value := content.get(key, accepted[0])) not in accepted:
             raise WeightsError(f"init_from={source} has {key}={value}; a model here computes {key}={accepted[0]}.")
-    longest = number(content, "n_positions" if kind == "gpt2" else "max_position_embeddings", 1024, source)
     values: dict[str, Any] = {option: content.get(key, family.defaults.get(key)) for option, key in family.keys.items()}
     for option in ("n_layers", "n_heads", "n_embd", "vocab_size", *(["mlp_width"] if kind != "gpt2" else [])):
         values[option] = number(content, family.keys[option], values[option], source)
+    key = "n_positions" if kind == "gpt2" else "max_position_embeddings"
+    longest = number(content, key, family.defaults.get(key), source)
     values["tied"] = bool(values.get("tied", GPTConfig.tied))
     values |= family.parts | biases(family, content, source)
     if values.get("positions") is Positions.rotary:
@@ -104,6 +105,10 @@ def rotary(content: dict[str, Any], longest: int, source: str) -> dict[str, Any]
     scaling = {option: given[key] for option, key in keys.items() if given.get(key) is not None}
     if "original" in keys:
         scaling.setdefault("original", longest)
+    if known[kind] is Scaling.yarn and "factor" in given:
+        scaling.setdefault("factor", longest / scaling["original"])  # as transformers takes null
+    if keys and "factor" not in scaling:
+        raise WeightsError(f"init_from={source} has rope_type={kind} without a factor; write it into config.json.")
     return {
         "rope_base": float(given.get("rope_theta", content.get("rope_theta", 10_000.0))),
         "rope_fraction": float(given.get("partial_rotary_factor", content.get("partial_rotary_factor", 1.0))),

@@ -48,6 +48,11 @@ class Start(NamedTuple):
             return gpt2_tokenizer()
         tokenizer = read_tokenizer(Path(self.tokenizer))
         tokenizer.ends |= self.ends()
+        with suppress(OSError, UntrustedError, AttributeError):  # AttributeError: no mapping
+            begin = read_json(self.folder / "tokenizer_config.json", SETTINGS).get("bos_token")
+            begin = begin.get("content") if isinstance(begin, dict) else begin
+            token = tokenizer.model.token_to_id(begin) if isinstance(begin, str) else None
+            tokenizer.begin = tokenizer.begin if token is None else token
         return tokenizer
 
     def ends(self) -> set[int]:

@@ -15,16 +15,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attention import AttentionConfig, build_attention
 from model.gpt import GPT, Computation
-from model.options import Scaling
+from model.positions import position_tables
+from model.score import layer_scores
 from recipe.distributed.world import World
 from recipe.infer.generation import Engine, Request, Sampling
 from recipe.infer.huggingface.families import BEFORE, FAMILIES, Family
-from recipe.infer.huggingface.loading import load
+from recipe.infer.huggingface.loading import folder_mistakes, load
+from recipe.infer.huggingface.settings import WeightsError, essence, read_settings
 from recipe.infer.huggingface.starting import start_from
 from recipe.infer.huggingface.weights import describe, renamed
 from recipe.infer.starting import HuggingFace
@@ -251,14 +254,122 @@ def test_with_a_cache_they_continue_as_transformers_does(kind, tmp_path):
     pytest.fail("every model repeats itself")
 
 
-def test_a_scaling_without_its_original_length_begins_at_the_longest_input(tmp_path):
-    content = {
-        "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9,
-        "intermediate_size": 24, "max_position_embeddings": 128, "rope_scaling": {"type": "yarn", "factor": 4.0},
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    scaling = start_from(str(tmp_path)).settings.model.rope_scaling
-    assert (scaling.kind, scaling.factor, scaling.original) == (Scaling.yarn, 4.0, 128)
+YARN = {
+    "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9,
+    "intermediate_size": 24, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{"factor": 4.0}, {"factor": None, "original_max_position_embeddings": 32}])
+def test_the_angles_of_yarn_are_those_of_transformers_also_without_a_factor_or_an_original_length(more):
+    content = YARN | {"rope_scaling": {"type": "yarn", **more}}
+    ours = position_tables(read_settings(content, "folder").model, 128)
+    theirs = transformers.AutoConfig.for_model(**content)
+    frequencies, size = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    angles = torch.arange(128)[:, None] * frequencies
+    torch.testing.assert_close(ours.cos, angles.cos() * size, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours.sin, angles.sin() * size, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_a_scaling_without_a_factor_is_refused(kind):
+    with pytest.raises(WeightsError, match=rf"rope_type={kind} without a factor; write it into config\.json"):
+        read_settings(YARN | {"rope_scaling": {"rope_type": kind}}, "folder")
+
+
+# Keys of config.json that have no default here, but for GPT-2.
+SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"}
+SIZES |= {"max_position_embeddings"}
+
+
+class Reading(dict[str, Any]):
+    """A mapping that records which keys are read."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        super().__init__(content)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+
+def meaning(content: dict[str, Any]) -> Any:
+    settings = read_settings(content, "folder")
+    return essence(settings.model, (), settings.model.vocab_size or 0), settings.score, settings.longest
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_key_that_a_file_leaves_out_has_the_value_of_transformers_class(kind):
+    options = shape(kind, 0) | {"vocab_size": VOCAB}
+    # Widths and heads that the defaults of the others divide
+    options |= (
+        {"n_embd": 48, "n_head": 4}
+        if kind == "gpt2"
+        else {"hidden_size": 256, "num_attention_heads": 32, "num_key_value_heads": 16}
+    )
+    complete = transformers.AutoConfig.for_model(kind, **options).to_dict()
+    if "use_sliding_window" in complete:
+        complete |= {"use_sliding_window": True, "sliding_window": 5}
+    reading, compared = Reading(complete), set()
+    read_settings(reading, "folder")
+    for key in reading.read & complete.keys() - {"model_type"}:
+        content = {name: value for name, value in complete.items() if name != key}
+        if key in SIZES and kind != "gpt2":
+            with pytest.raises(WeightsError, match=f"has {key}=None in config.json, where a whole number has to be"):
+                read_settings(content, "folder")
+        else:
+            compared.add(key)
+            theirs = transformers.AutoConfig.for_model(**content).to_dict()
+            assert meaning(content) == meaning(theirs), key
+    assert len(compared) > 5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_file_of_the_base_model_or_of_a_compiled_one_is_the_same_model(kind, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB, **shape(kind, 0) | {"tie_word_embeddings": True})
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    base, compiled = tmp_path / "base", tmp_path / "compiled"
+    theirs.base_model.save_pretrained(base)
+    theirs.save_pretrained(compiled)
+    weights = load_file(base / "model.safetensors")
+    assert not any(name.startswith((theirs.base_model_prefix, "lm_head")) for name in weights)
+    if kind == "gpt2":  # whose old files also hold the causal mask
+        save_file(weights | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, base / "model.safetensors")
+    weights = load_file(compiled / "model.safetensors")
+    save_file({f"_orig_mod.{name}": x for name, x in weights.items()}, compiled / "model.safetensors")
+    tokens = torch.randint(VOCAB, (2, T), generator=torch.Generator().manual_seed(1))
+    for folder in (base, compiled):
+        torch.testing.assert_close(read(folder)(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_contradicts_config_json_is_refused_with_a_way_out(tmp_path):
+    _, folder = next((x, f) for x, f in folders("llama", tmp_path) if x.config.tie_word_embeddings)
+    config = json.loads((folder / "config.json").read_text())
+    weights = {name: x for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
+    embedding = weights["model.embed_tokens.weight"]
+
+    def written(tied: bool, head: Tensor | None) -> str:
+        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+        save_file(weights | ({} if head is None else {"lm_head.weight": head}), folder / "model.safetensors")
+        with pytest.raises(WeightsError) as raised:
+            read(folder)
+        start = start_from(str(folder)).settings
+        scores = layer_scores(start.score, start.model.n_layers)
+        assert list(folder_mistakes(str(folder), start.model, scores, 16, VOCAB)) == [str(raised.value)]
+        return str(raised.value)
+
+    assert written(True, embedding + 1).endswith(
+        "has tie_word_embeddings=true in config.json and a lm_head.weight that is not the embedding; set it to false "
+        "there, or remove the head."
+    )
+    assert "tie_word_embeddings=false in config.json and no lm_head.weight; set it to true" in written(False, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors")
+    read(folder)  # an equal head is fine
 
 
 def test_a_run_starts_from_a_folder_and_the_command_line_may_change_what_has_no_weights(tmp_path):
