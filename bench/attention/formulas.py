@@ -32,7 +32,7 @@ from bench.record import Recorder, command_line, command_of, measurement, read, 
 H = 8
 FOX = "s + c[h, i] - c[h, j]"
 CASES = ((128, 0.0), (128, 0.1), (64, 0.0))  # head size and dropout
-# Half-lives of heads of a trained FoX model, every sixth of 48 when sorted: see docs/notes/formulas.md.
+# Half-lives of heads of a trained FoX model, every sixth of 48 when sorted: see docs/notes/kernels.md.
 TRAINED = (0.75, 1.25, 2.6, 0.37, 0.05, 4.5, 0.23, 1340.0)
 WAYS = ("forward", "backward")
 IDENTITY = ("score", "implementation", "head_size", "dropout")
@@ -76,7 +76,7 @@ def spread_gates(T: int) -> dict[str, Tensor]:
 
 
 def trained_gates(T: int) -> dict[str, Tensor]:
-    """Forget gates with half-lives as trained: see docs/notes/formulas.md."""
+    """Forget gates with half-lives as trained: see docs/notes/kernels.md."""
     return gates(torch.tensor(TRAINED), T)
 
 

@@ -112,7 +112,7 @@ def forward_blocks(problem: Problem) -> ForwardBlocks:
         return ForwardBlocks(
             consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, ping_pong=False, out_in_q=True
         )
-    # Other formulas are slower that way, or less accurate (docs/notes/hopper-kernels.md). Soft caps up to 60 need no
+    # Other formulas are slower that way, or less accurate (docs/notes/kernels.md). Soft caps up to 60 need no
     # maxima.
     optimistic = (score.formula is None or biased) and not soft_cap
     if head_dim > 64:
