@@ -117,4 +117,14 @@ def test_every_page_is_in_the_table_of_contents():
     listed = (ROOT / "docs" / "index.md").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").with_suffix("").as_posix()
-        assert name == "index" or name.startswith("_build") or re.search(rf"(^|<){name}>?$", listed, re.MULTILINE), name
+        assert (
+            name in ("index", "README")
+            or name.startswith("_build")
+            or re.search(rf"(^|<){name}>?$", listed, re.MULTILINE)
+        ), name
+
+
+def test_readers_on_a_forge_have_a_list_of_all_pages():
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert linked == {page for page in pages if not page.startswith("_build")} - {"README.md", "index.md"}

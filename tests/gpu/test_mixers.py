@@ -41,8 +41,8 @@ def test_the_packages_kernels_compute_the_recurrence(recurrence: Recurrence, doc
     if recurrence.decay is not Decay.none:
         inputs["log_decay"] = -torch.rand(B, H, T, K if recurrence.decay is Decay.channel else 1, device="cuda")
     numbers = (torch.arange(T, device="cuda") >= 130).long() + (torch.arange(T, device="cuda") >= 131).long()
-    packed = {"documents": numbers.expand(B, T)} if documents else {}
-    exact = {name: x.double() for name, x in inputs.items()}
+    packed: dict[str, Any] = {"documents": numbers.expand(B, T)} if documents else {}
+    exact: dict[str, Any] = {name: x.double() for name, x in inputs.items()}
     expected, last = mix(recurrence=recurrence, mixer="recurrent", **exact, **packed)
     found, state = mix(recurrence=recurrence, mixer="fla", **inputs, **packed)
     assert distance(found, expected) < 0.01
@@ -102,7 +102,7 @@ def test_a_layer_computes_what_the_packages_layer_computes(name: str, mixer: str
     build, names = CASES[name]
     theirs = build(C, H).cuda()
     ours = build_mixer(name, C, H, mixer).cuda()
-    parameters = dict(theirs.named_parameters())
+    parameters: dict[str, Tensor] = dict(theirs.named_parameters())
     weights = {own: parameters[their] for own, their in names.items()}
     if name == "mamba2":
         weights |= {"conv.weight": parameters["conv1d.weight"][:, 0], "conv.bias": parameters["conv1d.bias"]}
