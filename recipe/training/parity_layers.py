@@ -125,10 +125,11 @@ class Listener:
         *,
         score: Score,
         layout: Layout,
+        scale: float | None = None,
         dropout_key: DropoutKey | Tensor | None = None,
         **tensors: Any,
     ) -> AttentionOutput:
-        options: dict[str, Any] = {"score": score, "layout": layout, "dropout_key": dropout_key}
+        options: dict[str, Any] = {"score": score, "layout": layout, "scale": scale, "dropout_key": dropout_key}
         self.judge(Called(q, k, v, options, tensors))
         self.layer += 1
         return self.attend(q, k, v, **options, **tensors)
@@ -202,7 +203,8 @@ class Called:
 
     def steep(self) -> Called:
         """The same with queries so large that the scores' standard deviation is about STEEP."""
-        D, scale = self.q.shape[-1], 1 / math.sqrt(self.q.shape[-1])
+        D, scale = self.q.shape[-1], self.options["scale"]
+        scale = 1 / math.sqrt(D) if scale is None else abs(scale)
         spread = scale * math.sqrt(D) * self.q.square().mean().sqrt() * self.k.square().mean().sqrt()
         return Called(self.q * (STEEP / spread.clamp(min=1e-6)), self.k, self.v, self.options, self.tensors)
 

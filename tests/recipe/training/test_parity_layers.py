@@ -9,13 +9,16 @@ import pytest
 import torch
 
 import attention
-from attention import AttentionConfig, Score
+from attention import AttentionConfig, Score, build_attention
 from attention.naive import NaiveAttention
+from data.batches import Batch
+from model.gpt import GPT
+from model.options import GPTConfig
 from recipe.compare.layers import alone_worst
 from recipe.compare.runs import find_runs
 from recipe.training import parity_layers as layers
 from recipe.training.parity import summarise, wrong_alone
-from recipe.training.parity_layers import Layers, part
+from recipe.training.parity_layers import Layers, check_layers, part
 from tests.attention.faults import probed, registered
 from tests.recipe.compare.synthetic import write_run
 from tests.right_attention import RIGHT
@@ -71,6 +74,19 @@ def test_attention_is_not_accused_of_a_formula_that_the_judge_does_not_know(form
     assert found["warned"] is None, found
     assert found["layers"] == 0.0
     assert not found["whole_model"]
+
+
+def test_attention_is_judged_with_the_scale_of_the_model():
+    """Of model.scale_dim, in heads of another size: 1/sqrt(4), where that of the heads would be 1/sqrt(16)."""
+    torch.manual_seed(0)
+    model = GPT(
+        GPTConfig(n_layers=1, n_heads=2, n_embd=32, scale_dim=4), 65, 16, build_attention(AttentionConfig("tiled"))
+    )
+    tokens = torch.randint(65, (2, 17))
+    found = check_layers(model, Batch(tokens[:, :-1], tokens[:, 1:]), None, torch.float32)
+    assert 0 < found.run.share < 1, found
+    assert found.higher is not None
+    assert found.higher.share < 1, found
 
 
 class TakesBf16Alone(NaiveAttention):
