@@ -28,7 +28,7 @@ from recipe.compare.page import write_report
 from recipe.compare.publish import MODES, mode_of, publish
 from recipe.compare.runs import ReportError, find_runs
 from recipe.compare.sweeps import label_order, labels_of
-from recipe.errors import UserError, fail
+from recipe.errors import UserError, fail, refuse_windows_lines
 from recipe.run.arguments import parse as key_values
 from recipe.run.queue.plan import Plan, read_plan
 
@@ -98,9 +98,7 @@ def planned(folders: list[Path], config: CompareConfig) -> Plan | None:
     if plan and len(folders) > 1:
         raise ReportError(f"{folder} is an arena, and its arms are not compared with other runs; give it alone.")
     if plan and config.reference:
-        raise ReportError(
-            "reference= names an implementation; the baseline of an arena is in its plan (arena.baseline)."
-        )
+        raise ReportError("reference= names an implementation; the baseline of an arena is the first arm of its plan.")
     return plan
 
 
@@ -117,6 +115,7 @@ def parse(arguments: list[str]) -> tuple[list[Path], CompareConfig]:
 
 
 if __name__ == "__main__":
+    refuse_windows_lines()
     try:
         main(sys.argv[1:])
         sys.stdout.flush()

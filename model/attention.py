@@ -3,7 +3,6 @@
     q, k, v = c_attn(x)
     q, k = norm(q), norm(k)                              qk_norm
     q, k = rotated by the angles of their positions      positions=rotary
-    q = s log(i + 1) q                                   log_scale
     v = w_0 v + w_1 v_first + w_2 embedding              value_residual, value_embeddings
     out = attend(q, k, v)
     out = sigmoid(c_gate(x)) out                         gate
@@ -35,8 +34,6 @@ from model.options import AttentionBias, Gate, GPTConfig, NormOver
 from model.positions import PositionTables, has_rotation
 from model.score import ScoreConfig
 from model.score_tensors import ScoreTensors
-
-LOG_SCALE = 0.43  # the initial s, from Nakanishi 2025, section 2
 
 Attend = Callable[..., AttentionOutput]  # an Attention, or a function that calls one with a cache
 
@@ -70,7 +67,6 @@ class SelfAttention(nn.Module):
 
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
-    log_scale: Tensor | None  # (H,), learned
     value_weights: Tensor | None  # of this layer's values, the first layer's and the embedding, as far as there are
 
     def __init__(self, config: GPTConfig, score: Score, options: ScoreConfig, layer: int) -> None:
@@ -89,9 +85,6 @@ class SelfAttention(nn.Module):
         if config.qk_norm:
             widths = (width, kv_width) if self.over_width else (self.head_dim, self.head_dim)
             self.q_norm, self.k_norm = (build_qk_norm(config, width) for width in widths)
-        self.register_parameter("log_scale", None)
-        if config.log_scale:
-            self.log_scale = nn.Parameter(torch.full((self.n_heads,), LOG_SCALE))
         self.mixes_first = config.value_residual and layer > 0
         mixed = 1 + self.mixes_first + (config.value_table(layer) is not None)
         self.register_parameter("value_weights", None)
@@ -128,9 +121,6 @@ class SelfAttention(nn.Module):
         heads = self.c_attn(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2 H_kv, D)
         q, k, values = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
         q, k = self.prepared(q, self.q_norm, around.positions), self.prepared(k, self.k_norm, around.positions)
-        if self.log_scale is not None:
-            assert around.positions.log_n is not None
-            q = (q * (around.positions.log_n * self.log_scale)[..., None]).to(values.dtype)
         v = self.mixed(values, around)
         # Views: an attention takes any strides, so nothing is copied on the way in.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, H_kv, T, D) twice

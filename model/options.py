@@ -141,7 +141,6 @@ class GPTConfig:
     rope_layers     which layers have rotary positions, such as [true,true,true,false]; the list is repeated over the
                     layers. None: all
     rope_scaling    for sequences longer than in training
-    log_scale       multiply the query at position i by s log(i + 1), with a learned s for each head
     scale_dim       divide scores by the root of this instead of head_dim's
     gate            a sigmoid of the sub-layer's input on attention's output: none, for each head, for each element
     value_residual  mix the first layer's values into the values of all others
@@ -177,7 +176,6 @@ class GPTConfig:
     rope_fraction: float = 1.0
     rope_layers: list[bool] | None = None
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    log_scale: bool = False
     scale_dim: int | None = None
     gate: Gate = Gate.none
     value_residual: bool = False

@@ -2,8 +2,6 @@
 
     rotary       the pair (i, i + D / 2) of a head's first D channels is rotated by the angle m f_i,
                  f_i = base^(-2i / D)                     Su et al. 2021, "RoFormer", eq. 15
-    log scale    the query at m is multiplied by s log(m + 1): Nakanishi 2025, "Scalable-Softmax Is Superior for
-                 Attention", eq. 4, where m + 1 keys are visible
 
 For sequences that are `factor` times as long as in training, f changes to
 
@@ -40,12 +38,10 @@ class PositionTables(NamedTuple):
     """A row for each position, or for the tokens of a batch; None for tables that a model does not use.
 
     cos, sin  (N, D / 2) of the angles by which D channels of a head are rotated
-    log_n     (N, 1) of the keys that a query may see
     """
 
     cos: Tensor | None = None
     sin: Tensor | None = None
-    log_n: Tensor | None = None
 
     def at(self, places: Places) -> PositionTables:
         """The rows of tokens (B, T): (B, T, ...), or (T, ...) where all rows have the same positions."""
@@ -62,14 +58,11 @@ class PositionTables(NamedTuple):
 
 def position_tables(config: GPTConfig, length: int) -> PositionTables:
     """The rows of positions 0 to length - 1, in fp32 on the CPU."""
-    cos = sin = log_n = None
-    if config.positions is Positions.rotary:
-        angles = torch.outer(torch.arange(length), frequencies(config))  # (N, D / 2)
-        factor = attention_factor(config.rope_scaling)
-        cos, sin = angles.cos() * factor, angles.sin() * factor
-    if config.log_scale:
-        log_n = torch.arange(1, length + 1).log()[:, None]
-    return PositionTables(cos, sin, log_n)
+    if config.positions is not Positions.rotary:
+        return PositionTables()
+    angles = torch.outer(torch.arange(length), frequencies(config))  # (N, D / 2)
+    factor = attention_factor(config.rope_scaling)
+    return PositionTables(angles.cos() * factor, angles.sin() * factor)
 
 
 def has_rotation(config: GPTConfig, layer: int) -> bool:

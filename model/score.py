@@ -26,7 +26,6 @@ class ScoreConfig:
     learned   shapes of the formula's learned tensors by name, such as {bias: [h, 128]} for h heads, or with a first
               value {bias: {shape: [h, 128], init: 0.5}}
     tensors   the formula's other tensors by name: model.forget_gate, alibi_slopes, or numbers in lists
-    show      write the code that is generated from the formula into the run folder
     layers    values that replace those above, by layer; the list is repeated over the layers:
               [{window: 1024}, {}] is a window in every other layer. None: all alike
     """
@@ -39,7 +38,6 @@ class ScoreConfig:
     formula: str | None = None
     learned: dict[str, Any] | None = field(default_factory=dict)
     tensors: dict[str, Any] | None = field(default_factory=dict)
-    show: bool = False
     layers: list[dict[str, Any]] | None = None
 
 

@@ -67,3 +67,11 @@ def fail(error: Exception) -> NoReturn:
     else:
         print(sentences, file=sys.stderr)
     sys.exit(1)
+
+
+def refuse_windows_lines() -> None:
+    """End the program where an argument ends in a carriage return, as in a script that was saved on Windows."""
+    for argument in sys.argv[1:]:
+        if argument.endswith("\r"):
+            name = argument.strip() or "an argument"
+            fail(UserError(f"{name} ends in a carriage return; repair the script with sed -i 's/\\r$//' <script>."))

@@ -62,7 +62,6 @@ EVERYTHING = GPTConfig(
     rope_scaling=RopeScaling(Scaling.yarn, 4.0, original=16),
     qk_norm=True,
     qk_norm_over=NormOver.width,
-    log_scale=True,
     gate=Gate.element,
     value_residual=True,
     value_embeddings=1,

@@ -18,6 +18,6 @@ Dropout's mask is drawn by attention/dropout/kernel.py. docs/notes/kernels.md re
 the same signatures, and an entry in PATHS.
 """
 
-from .op import FlashAttention, kernel_code
+from .op import FlashAttention
 
-__all__ = ["FlashAttention", "kernel_code"]
+__all__ = ["FlashAttention"]

@@ -23,7 +23,6 @@ from ..formula.hoist import scaled_queries as scale
 from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE, DeviceOf
 from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
 from ..options import ProductPrecision
-from ..score import Score
 from ..scores import OPTIONS
 from ..spec import Inputs, Spec
 from .call import KernelCall, Problem, as_options, has_code, recognised, with_options
@@ -33,7 +32,7 @@ if HAS_TRITON:
 
     from .backward import Gradients, room_for_ds, slopes_gradient
     from .decode import flash_decode, run_decode
-    from .formula import numbers_of_keys, readable, sums_of, with_row_terms, written
+    from .formula import numbers_of_keys, readable, sums_of, with_row_terms
     from .formula_gradients import learned_gradients
     from .forward import scale_gradient, scaled_queries
     from .horizon import find_horizons, find_key_horizons
@@ -408,15 +407,6 @@ class FlashAttention(Attention):
             call.spec.text(),
         )
         return AttentionOutput(out, lse)
-
-
-def kernel_code(score: Score) -> str:
-    """The Triton functions that kernels call for a score's formula, for people to read."""
-    if not HAS_TRITON:
-        return f"# {score.formula}: without Triton there are no kernels"
-    if with_options(score).formula is None:
-        return f"# {score.formula}: the kernels recognise it as {with_options(score)}"
-    return written(score).text or f"# {score.formula}: the kernels have nothing to compute"
 
 
 def of_kernels(call: Call) -> dict[str, Tensor]:

@@ -72,7 +72,6 @@ def build(case: Case, world: World, device: torch.device) -> Trainer:
         batch_tokens=case.tokens,
         precision=Precision.bf16,
         compile=case.compile,
-        cuda_graph=not case.long,
     )
     with device:  # random numbers come faster there
         model = GPT(
@@ -84,7 +83,10 @@ def build(case: Case, world: World, device: torch.device) -> Trainer:
         )
     optimizer, schedule = OptimizerConfig(case.optimizer, lr=6e-4), ScheduleConfig(warmup_steps=0)
     whole = Config(SEED, optimizer=optimizer, schedule=schedule, training=training, parallel=case.parallel)
-    return build_trainer(whole, model, device, replace(world, context=case.parallel.context))
+    trainer = build_trainer(whole, model, device, replace(world, context=case.parallel.context))
+    if case.long:
+        trainer.replay = None  # a CUDA graph would hold memory of its own
+    return trainer
 
 
 def micro_batches(trainer: Trainer, case: Case, step: int) -> list[Batch]:

@@ -19,6 +19,7 @@ from data.untrusted import UntrustedError, read_end, read_json
 from recipe.errors import UserError
 from recipe.files import flatten, number, recorded_number
 from recipe.run.metrics import DAMAGED, read_metrics
+from recipe.run.removed import without_removed
 from recipe.run.run_folder import CONFIG, OVERRIDES, SUMMARY, read_config_values, read_overrides, read_summary
 
 Content = TypeVar("Content", dict[str, Any], list[str])
@@ -73,8 +74,8 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The configuration by dotted names."""
-        return flatten(self.config)
+        """The configuration by dotted names, without options that went and change nothing."""
+        return flatten(without_removed(dict(self.config)))
 
     def option(self, name: str, default: Any = None) -> Any:
         """A setting by its dotted name: `run.option("training.steps")`."""

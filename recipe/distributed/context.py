@@ -41,19 +41,13 @@ ROWS_MULTIPLE = 16  # where a part may start: dropout's counters number rows in 
 class ContextBy(Enum):
     """The tensors that ranks exchange to attend to one sequence."""
 
-    auto = "auto"  # heads where they divide evenly, else keys
     heads = "heads"
     keys = "keys"
 
-    def resolve(self, n_heads: int, n_kv_heads: int, ranks: int) -> ContextBy:
-        """The choice of `auto` for these heads. Raises UnsupportedAttention where `heads` cannot be shared."""
-        even = n_heads % ranks == 0 and n_kv_heads % ranks == 0
-        if self is ContextBy.heads and not even:
-            raise UnsupportedAttention(
-                f"parallel.context_by=heads cannot share {n_heads} query and {n_kv_heads} key/value heads between "
-                f"parallel.context={ranks} ranks; use parallel.context_by=keys."
-            )
-        return ContextBy.heads if even and self is not ContextBy.keys else ContextBy.keys
+
+def shared_by(n_heads: int, n_kv_heads: int, ranks: int) -> ContextBy:
+    """What the ranks exchange: heads where they divide evenly, else keys."""
+    return ContextBy.heads if n_heads % ranks == 0 and n_kv_heads % ranks == 0 else ContextBy.keys
 
 
 def rows_of(rank: int, ranks: int, T: int, by: ContextBy) -> tuple[Range, ...]:

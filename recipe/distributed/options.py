@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 
-from recipe.distributed.context import ContextBy, rows_unit
+from recipe.distributed.context import rows_unit, shared_by
 from recipe.errors import UserError
 
 
@@ -30,18 +29,14 @@ class ParallelConfig:
     reshard_after_forward  with shard: drop a block's gathered weights after its forward pass, and gather them again for
                            its backward pass; false: keep them until the backward pass
     context                ranks that share the rows of every sequence; 1: each rank has whole sequences
-    context_by             the tensors that these ranks exchange in attention: heads or keys
     exact                  add gradients in an order that does not depend on the number of ranks: the same losses, bit
                            for bit; false: in any order, for speed
-    timeout_s              seconds to wait for another rank before giving up
     """
 
     data: DataParallel = DataParallel.replicate
     reshard_after_forward: bool = True
     context: int = 1
-    context_by: ContextBy = ContextBy.auto
     exact: bool = True
-    timeout_s: float = 600.0
 
 
 def check_parallel(config: ParallelConfig, ranks: int) -> None:
@@ -69,15 +64,13 @@ def check_parallel(config: ParallelConfig, ranks: int) -> None:
             "parallel.reshard_after_forward=false has no effect on parallel.data=replicate, which has all weights on "
             "every rank; leave it out, or set parallel.data=shard."
         )
-    if not (math.isfinite(config.timeout_s) and config.timeout_s > 0):
-        raise ParallelError(f"parallel.timeout_s={config.timeout_s} must be a number of seconds above 0.")
 
 
 def check_context(config: ParallelConfig, seq_len: int, n_heads: int, n_kv_heads: int) -> None:
-    """Raise ParallelError or UnsupportedAttention where the ranks cannot share a sequence of this length."""
+    """Raise ParallelError where the ranks cannot share a sequence of this length."""
     if config.context <= 1:
         return
-    unit = rows_unit(config.context, config.context_by.resolve(n_heads, n_kv_heads, config.context))
+    unit = rows_unit(config.context, shared_by(n_heads, n_kv_heads, config.context))
     if seq_len % unit:
         near = sorted({max(unit, seq_len // unit * unit), -(-seq_len // unit) * unit})
         raise ParallelError(

@@ -24,6 +24,7 @@ T = TypeVar("T")
 SECONDS_TO_REPORT = 3.0
 # torchrun starts the ranks of one machine within seconds. After this long a line names the ranks that are missing.
 SECONDS_OF_SILENCE = 10.0
+PATIENCE_S = 600.0  # how long a rank waits for another before it gives up
 # Time for the threads that send messages to free the last message.
 SECONDS_TO_FREE = 0.05
 
@@ -33,7 +34,7 @@ class RankError(UserError, RuntimeError):
 
 
 @contextmanager
-def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[None]:
+def joined(world: World, device: torch.device, timeout_s: float = PATIENCE_S) -> Iterator[None]:
     """Make `device` the current one, and connect the ranks for the duration of the block.
 
     timeout_s  how long to wait for the others, when joining and in every exchange
@@ -78,7 +79,7 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
             dist.destroy_process_group()
 
 
-def patience(device: torch.device, timeout_s: float) -> timedelta:
+def patience(device: torch.device, timeout_s: float = PATIENCE_S) -> timedelta:
     """How long an exchange of tensors waits for another rank, where a message between hosts waits `timeout_s`."""
     # NCCL's timeout counts from the launch of an exchange, even while earlier work of a long step runs, and it ends the
     # process without naming a rank. The hosts, which ask each other before they wait for it, should give up first.
@@ -196,7 +197,7 @@ def from_first_rank(work: Callable[[], T]) -> T:
     return outcome[0]  # type: ignore[return-value]
 
 
-def highest(values: Sequence[float], timeout_s: float) -> list[float]:
+def highest(values: Sequence[float], timeout_s: float = PATIENCE_S) -> list[float]:
     """The highest of each value over all ranks. Their hosts exchange them; none waits for its device."""
     numbers = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(numbers, dist.ReduceOp.MAX, async_op=True).wait(timedelta(seconds=timeout_s))

@@ -15,7 +15,7 @@ from attention.score import Range, take_rows
 from data.batches import Batch
 from model.further import further
 from model.gpt import GPT
-from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of
+from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of, shared_by
 from recipe.distributed.exchange import AnyOrder, Exchange, FixedTree, add_losses
 from recipe.distributed.norm import PIECES, divides
 from recipe.distributed.options import DataParallel, ParallelConfig
@@ -133,10 +133,10 @@ class Sharing:
 
     def _share_sequences(self) -> tuple[ContextAttention, tuple[Range, ...]]:
         model, world = self.model, self.world
-        by = self.config.context_by.resolve(model.config.n_heads, model.config.kv_heads, world.context)
+        by = shared_by(model.config.n_heads, model.config.kv_heads, world.context)
         group = dist.group.WORLD
         if world.context < world.size:
-            group, _ = dist.new_subgroups(world.context, timeout=patience(self.device, self.config.timeout_s))
+            group, _ = dist.new_subgroups(world.context, timeout=patience(self.device))
         assert group is not None
         attend = WRAPPERS[by](model.attend, group)
         for score in model.scores:

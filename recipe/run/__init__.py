@@ -3,9 +3,10 @@
 process.py     how a program begins and ends
 launch.py      the entry point: checks, then Hydra
 compose.py     composes a configuration, and finds mistakes in single overrides
-check.py       finds mistakes in a whole configuration
+mistakes.py    finds mistakes in a whole configuration
 resume.py      finds the run to resume, and checks its folder
 wording.py     turns errors of Hydra into one sentence
+describe.py    what a run prints at its start and end
 completion.py  tab completion
 arguments.py   key=value arguments of the programs without Hydra
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 LR, SEEDS = "lr", "seeds"  # the stages: learning rates first, then the seeds on which the verdicts rest
 # Seeds of the learning-rate sweep count from here, so that no arm is judged on a seed that chose its learning rate.
-FIRST_LR_SEED = 1_000_001
+FIRST_LR_SEED, LR_SEEDS = 1_000_001, 2
 MOST_SEEDS = 1_000_000
 # Arms have to agree in these: else they would not train and be evaluated on the same tokens. What else they change is
 # their own.
@@ -29,26 +29,22 @@ class ArenaConfig:
     """The options under `arena.*`, which experiment=arena reads.
 
     arms        separated by |: each is a name, a colon and its overrides, or the name of a file of conf/arm/
-    baseline    the arm that the others are compared with; None: the first
     seeds       seeds that each arm trains with; more of them continue a sweep
     first_seed  the first of these seeds
     margin      the largest difference in loss that does not matter, as a share of the baseline's loss
     looks       how often the verdicts may be read, each time after more seeds; together they are wrong in 5 % at most
     lr          factors of each arm's optimizer.lr that are tried first; empty: none is tried
-    lr_seeds    seeds of the sweep over learning rates, on which no arm is judged
     sizes       numbers of layers that each arm trains with, the width growing with them; empty: the model as composed
     arm, stage  set for each run of an arena: its arm, and lr or seeds
     size        set for each run of an arena with sizes
     """
 
     arms: str | None = None
-    baseline: str | None = None
     seeds: int = 6
     first_seed: int = 1
     margin: float = 0.005
     looks: int = 2
     lr: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
-    lr_seeds: int = 2
     sizes: list[int] = field(default_factory=list)
     arm: str | None = None
     stage: str | None = None
@@ -130,8 +126,6 @@ def arena_mistakes(config: ArenaConfig, arms: Sequence[str]) -> Iterator[str]:
     """A sentence for each value of `arena.*` with which nothing could be decided."""
     if len(arms) < 2:
         yield f"arena.arms has {len(arms)} arm, and a comparison takes two or more; separate them with |."
-    if config.baseline is not None and config.baseline not in arms:
-        yield f"arena.baseline={config.baseline} is not an arm; choose one of {', '.join(arms)}."
     if config.seeds < 2:
         yield f"arena.seeds={config.seeds} shows no spread between seeds; use 2 or more."
     if not 0 < config.margin < 1 or not math.isfinite(config.margin):
@@ -145,8 +139,6 @@ def arena_mistakes(config: ArenaConfig, arms: Sequence[str]) -> Iterator[str]:
         yield f"arena.lr={config.lr} must hold factors above 0, such as [0.5,1,2]; [] tries none."
     if len(set(config.lr)) < len(config.lr):
         yield f"arena.lr={config.lr} has a factor twice."
-    if len(config.lr) > 1 and config.lr_seeds < 1:
-        yield f"arena.lr_seeds={config.lr_seeds} must be at least 1; arena.lr=[] tries no learning rate."
     if config.sizes != sorted(set(config.sizes)) or any(size < 1 for size in config.sizes):
         yield f"arena.sizes={config.sizes} must hold different numbers of layers above 0, the smallest first."
     if not 0 <= config.first_seed <= MOST_SEEDS - config.seeds:

@@ -76,8 +76,7 @@ def build_gpt(config: Config, vocab_size: int, device: torch.device) -> GPT:
         build_attention(config.attention),
         Computation(
             training.recompute,
-            training.loss,
-            training.residual_in_fp32,
+            residual_in_fp32=training.residual_in_fp32,
             device=device,
             dtype=dtype,
         ),
@@ -153,7 +152,7 @@ def can_replay(config: Config, micro_steps: int) -> bool:
     # Outside compiled code, recomputation saves the generators' states, which cannot be read while recording.
     recomputes = config.parallel.data is DataParallel.shard and training.recompute is not Recompute.none
     # A profile assigns kernels to the operations that launch them; a replay has no such operations.
-    return training.compile and training.cuda_graph and not (reseeds or recomputes or training.profile)
+    return training.compile and not (reseeds or recomputes or training.profile)
 
 
 def build_batches(config: Config, data: Data, trainer: Trainer) -> tuple[Source, list[Batch]]:
@@ -217,9 +216,8 @@ def build_run(config: Config, folder: Path, overrides: list[str], data: Data, tr
         print=record.print,
     )
     probe = ParityProbe(config.parity, config.attention, shape) if config.parity.every else None
-    interruption = Interruption(config.parallel.timeout_s)
     probes = build_probes(config, data)
-    return Run(trainer, batches, windows, meter, probe, profiler, record, interruption, start, probes)
+    return Run(trainer, batches, windows, meter, probe, profiler, record, Interruption(), start, probes)
 
 
 def build_probes(config: Config, data: Data) -> list[Recall]:

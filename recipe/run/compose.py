@@ -25,7 +25,7 @@ from recipe.run.arguments import suggestion
 from recipe.run.config import Config, ConfigError, holds_mapping, is_key, keys, register
 from recipe.run.queue import arena, launcher
 from recipe.run.removed import refusal
-from recipe.run.wording import expected, explain, misses_shape
+from recipe.run.wording import expected, explain, misses_shape, quoted_twice
 
 MOST_JOBS = 10_000  # of a sweep: each is composed and checked before the first one starts
 
@@ -73,30 +73,22 @@ class Composition:
 
 def compose_right(overrides: list[str]) -> Composition:
     """Compose the valid overrides, and write a sentence for each invalid one."""
-    overrides = [opened(line) for line in overrides]
-    wrong: list[str] = []
-    single: dict[str, str] = {}  # key -> override
-    swept: list[str] = []
-    for line in overrides:
+    wrong, right = list[str](), list[str]()
+    for line in map(opened, overrides):
         sentences = list(mistakes(line))
         wrong += sentences
-        if not sentences:
-            (override,) = parsed([line])
-            if override.is_sweep_override():
-                swept.append(line)
-            else:
-                single[override.key_or_group] = line
-    cfg = None
-    while cfg is None:
+        right += [] if sentences else [line]
+    single = by_key(unswept(right))
+    swept = [line for line in right if line not in unswept(right)]
+    while True:
         try:
-            cfg = composed(list(single.values()))
+            return Composition(composed(lines(single)), [*lines(single), *swept], wrong)
         except (HydraException, OmegaConfBaseException) as error:
             sentence = str(explain(error))
             wrong.append(sentence)
             # Hydra stops at the first invalid value. Remove it, and Hydra reports the next.
             if single.pop(sentence.partition("=")[0], None) is None:
-                break
-    return Composition(cfg, [*single.values(), *swept], wrong)
+                return Composition(None, [*lines(single), *swept], wrong)
 
 
 def mistakes(line: str) -> Iterator[str]:
@@ -106,7 +98,7 @@ def mistakes(line: str) -> Iterator[str]:
     except HydraException as error:
         yield str(explain(error))
         return
-    key, known = override.key_or_group, [*groups(), *keys()]
+    key, known = override.key_or_group, [*choices(), *keys()]
     if override.is_hydra_override() or key.startswith("hydra/"):
         return
     if override.is_delete():
@@ -122,9 +114,9 @@ def mistakes(line: str) -> Iterator[str]:
     elif override.is_interval_sweep():
         yield f"{line} is all numbers of an interval, and a sweep has single ones: {key}=range(1,9,2), or {key}=1,3,5."
     elif isinstance(override.value(), Glob) and not globbed(override):
-        files = f"conf/{key}/ has {', '.join(sorted(choices()[key]))}" if key in groups() else f"{key} names no file"
+        files = f"conf/{key}/ has {', '.join(sorted(choices()[key]))}" if key in choices() else f"{key} names no file"
         yield f"{line} finds nothing: glob() names files of a folder in conf/, and {files}."
-    elif key in groups() and not override.is_sweep_override() and not isinstance(override.value(), str):
+    elif key in choices() and not override.is_sweep_override() and not isinstance(override.value(), str):
         yield f"{line} has to name a file of conf/{key}/; single values are {key}.<name>=..."
     elif key in keys() and not override.is_sweep_override() and misses_shape(key, override.value()):
         yield f"{line} is not {expected(key)}."
@@ -179,15 +171,17 @@ def globbed(override: Override) -> list[str]:
 
 def replaced(overrides: list[str]) -> list[str]:
     """A sentence for each override that a later one of the same key replaces."""
-    last = {override.key_or_group: line for line, override in zip(overrides, parsed(overrides), strict=True)}
-    lost = [(line, last[o.key_or_group]) for line, o in zip(overrides, parsed(overrides), strict=True)]
-    return [f"{line} is replaced by {later}, which stands after it." for line, later in lost if line != later]
+    keys_given = [override.key_or_group for override in parsed(overrides)]
+    last = dict(zip(keys_given, overrides, strict=True))
+    lost = [(line, last[key]) for key, line in zip(keys_given, overrides, strict=True) if line != last[key]]
+    return [f"{line} is replaced by {later}, which stands after it." for line, later in lost]
 
 
 def swept_mistakes(overrides: list[str]) -> list[str]:
     """A sentence for each override with several values, for a command that is no sweep."""
     single = unswept(overrides)
-    return [f"{o} is more than one value; add -m for a run with each." for o in overrides if o not in single]
+    several = "{} is more than one value; add -m for a run with each, or quote a value with commas twice: {}."
+    return [several.format(line, quoted_twice(line)) for line in overrides if line not in single]
 
 
 def unswept(overrides: list[str]) -> list[str]:
@@ -210,11 +204,8 @@ def lines(overrides: dict[str, Override]) -> list[str]:
     return [str(override.input_line) for override in overrides.values()]
 
 
-def groups() -> list[str]:
-    """attention, model, ...: the folders of conf/."""
-    return sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "hydra")
-
-
+@functools.cache
 def choices() -> dict[str, set[str]]:
-    """The files of each of these folders, without their ending."""
-    return {group: {file.stem for file in (CONF / group).glob("*.yaml")} for group in groups()}
+    """attention, model, ...: the folders of conf/, and the files of each without their ending."""
+    folders = [folder for folder in sorted(CONF.iterdir()) if folder.is_dir() and folder.name != "hydra"]
+    return {folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in folders}

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
+from recipe.errors import refuse_windows_lines
+
 _status: list[int] = []
 
 
@@ -36,6 +38,7 @@ def run(program: Callable[[], None]) -> None:
     if signal.getsignal(signal.SIGINT) is _interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        refuse_windows_lines()
         program()
     except SystemExit as end:
         _status.append(1 if isinstance(end.code, str) else int(end.code or 0))

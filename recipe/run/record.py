@@ -178,7 +178,7 @@ class Record(NullRecord):
         return {"step": self.reached, "tokens": self.tokens, "seconds": self.reached * milliseconds / 1e3}
 
     def _memory_and_attention(self, status: str) -> dict[str, Any]:
-        """The memory's peak and its source, and the milliseconds of attention alone in a step, if the run measures it.
+        """The memory's peak and its source, and the milliseconds of attention alone in a step of a run of an arena.
 
         A CPU has no counter of a model's memory: there the peak is that of one layer's attention alone, beside that of
         the process. Attention whose formula reads tensors of the model is not measured alone.
@@ -187,7 +187,7 @@ class Record(NullRecord):
         formulas = [score for score in shape.scores if score.formula is not None]
         possible = not any(len(score.tensors()) > len(score.head_tensors) for score in formulas)
         alone = model.attend, shape, training.batch_size, model.seq_len
-        timed = possible and training.time_attention and status == "completed"
+        timed = possible and self.origin.config["arena"]["arm"] and status == "completed"
         measured: dict[str, Any] = {"peak": self.meter.peaks(), "memory_source": "cuda"}
         if shape.device.type == "cpu":
             finished = possible and status in ("completed", "interrupted")

@@ -4,16 +4,15 @@ dataclasses and their docstrings. `make tables` writes it."""
 from __future__ import annotations
 
 import re
-import types
-import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from recipe.run import compose
 from recipe.run.config import Config, type_hints
+from recipe.run.wording import in_words
 from recipe.wording import as_typed, markdown_table
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -43,15 +42,8 @@ def meanings(config_type: type) -> dict[str, str]:
 
 
 def type_name(hint: Any) -> str:
-    """A type in words: choices of an enum by name, `null` for None."""
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return ", ".join(f"`{member.name}`" for member in hint)
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return " or ".join(type_name(part) for part in typing.get_args(hint))
-    if hint is type(None):
-        return "`null`"
-    names = {bool: "`true` or `false`", int: "whole number", float: "number", str: "text"}
-    return names.get(hint, "list")
+    """A type in words."""
+    return in_words(hint) + " or `null`" * (type(None) in get_args(hint))
 
 
 def value_name(value: object) -> str:

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+import yaml
 
 # An option, or the options that begin with a prefix such as "ladder." -> what to do instead.
 REMOVED: dict[str, str] = {
     "experiment=ladder": "an arena trains its arms at several sizes: experiment=arena arena.sizes=[1,2,4]",
     "ladder.": "an arena trains its arms at several sizes: experiment=arena arena.sizes=[1,2,4]",
     "arena.match": "give an arm its own model.mlp_width, with which it has as many parameters as the baseline",
+    "arena.baseline": "the first of arena.arms is the baseline: write it first",
+    "arena.lr_seeds": "leave it out: learning rates are tried on two seeds",
+    "model.log_scale": "score=scalable multiplies scores by a learned factor of log(n + 1)",
+    "optimizer.eps": "leave it out: it is 1e-8",
+    "parallel.context_by": "leave it out: ranks exchange heads where these divide evenly, else keys",
+    "parallel.timeout_s": "leave it out: a rank waits 10 minutes for another",
+    "score.show": "leave it out: attention/flash/formula.py writes the code of a formula",
+    "training.cuda_graph": "leave it out: a compiled step is replayed as a CUDA graph wherever it can be",
+    "training.loss": "leave it out: a large vocabulary's loss is computed in chunks on a GPU",
     "training.memory_snapshot": "training.profile=true shows the steps; torch.cuda.memory records allocations",
     "training.mlp_in_fp8": "leave it out: the MLP computes in training.precision",
+    "training.time_attention": "leave it out: the runs of an arena measure it, with experiment=arena",
 }
-# The default of each removed option, with which a recorded configuration computes what it computes today.
-DEFAULTS: dict[str, Any] = {
-    "ladder.depths": [1, 2, 3, 4],
-    "ladder.next": 6,
-    "ladder.width": 32,
-    "ladder.head": 32,
-    "ladder.depth": None,
-    "arena.match": "none",
-    "training.memory_snapshot": False,
-    "training.mlp_in_fp8": False,
+# The values of each removed option with which a recorded configuration computes what it computes today.
+IGNORED: dict[str, tuple[Any, ...]] = {
+    "ladder.depths": ([1, 2, 3, 4],),
+    "ladder.next": (6,),
+    "ladder.width": (32,),
+    "ladder.head": (32,),
+    "ladder.depth": (None,),
+    "arena.match": ("none",),
+    "arena.baseline": (None,),
+    "arena.lr_seeds": (2,),
+    "model.log_scale": (False,),
+    "optimizer.eps": (1e-8,),
+    "parallel.context_by": ("auto",),
+    "parallel.timeout_s": (600.0,),
+    "score.show": (False, True),
+    "training.cuda_graph": (True, False),
+    "training.loss": ("auto", "chunked"),  # experiment=long_context had the latter, which auto takes there
+    "training.memory_snapshot": (False, True),
+    "training.mlp_in_fp8": (False,),
+    "training.time_attention": (False, True),
 }
 
 
@@ -34,18 +55,18 @@ def refusal(key: str) -> str | None:
     return None
 
 
-def is_at_removed_default(line: str) -> bool:
-    """Whether a recorded override sets a removed option to its default."""
+def is_ignored(line: str) -> bool:
+    """Whether a recorded override sets a removed option to a value without which the run computes the same."""
     key, _, value = line.lstrip("+").partition("=")
-    return key in DEFAULTS and value.replace(" ", "") == json.dumps(DEFAULTS[key], separators=(",", ":")).strip('"')
+    return yaml.safe_load(value) in IGNORED.get(key, ())
 
 
 def without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A recorded configuration without the removed options that have their default."""
+    """A recorded configuration without the removed options whose value may be ignored."""
     remaining: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if key in DEFAULTS and value == DEFAULTS[key]:
+        if value in IGNORED.get(key, ()):
             continue
         rest = without_removed(value, f"{key}.") if isinstance(value, dict) else value
         if rest != {} or value == {}:

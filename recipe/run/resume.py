@@ -17,8 +17,8 @@ from recipe.run.compose import by_key, choices, lines, parsed
 from recipe.run.config import Config, ConfigError, as_plain, is_key
 from recipe.run.queue.launcher import quoted
 from recipe.run.recorded import foreign_reference
-from recipe.run.removed import is_at_removed_default, refusal
-from recipe.run.run_folder import OUTPUTS, OVERRIDES, check_not_running, read_config_values, read_overrides
+from recipe.run.removed import is_ignored, refusal
+from recipe.run.run_folder import OUTPUTS, OVERRIDES, check_not_running, read_overrides
 from recipe.training.checkpoint import CheckpointError, newest_valid, read_manifest
 from recipe.wording import as_typed
 
@@ -60,7 +60,7 @@ def recorded_overrides(run: Path) -> list[Override]:
     """
     path = run / OVERRIDES
     try:
-        lines_today = [line for line in read_overrides(run) if not is_at_removed_default(line)]
+        lines_today = [line for line in read_overrides(run) if not is_ignored(line)]
         return [own_override(line) for line in lines_today]
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
@@ -157,27 +157,16 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
         names.append("seq_len")
     for part, free in (("model", {"name", "dropout"}), ("score", {"name"}), ("data", {"cache"})):
         names += [f"{part}.{name}" for name in now[part].keys() - free]
-    try:
-        composed = read_config_values(checkpoint.parents[1])
-    except (OSError, UntrustedError):  # only the wording depends on it
-        composed = {}
     sentences = []
     for name in sorted(names):
         new = nested(now, name)
         # An option that the run did not record is newer than the run, which behaved as with the default.
         then = nested(recorded, name, nested(default, name))
-        if then == new:
-            continue
-        if nested(composed, name) == new:  # nothing was overridden
-            raise ConfigError(
-                f"{checkpoint} belongs to another run, whose {name} is {as_typed(then)} instead of {as_typed(new)}; "
-                "put this run's checkpoints back, or start a new run without resume."
+        if then != new:
+            sentences.append(
+                f"{checkpoint} was trained with {name}={as_typed(then)} instead of {name}={as_typed(new)}; leave that "
+                "out, put the run's own checkpoints back, or start a new run without resume."
             )
-        reason = "was trained on other data" if name.startswith("data.") else "does not fit it"
-        sentences.append(
-            f"{name}={as_typed(new)} differs from the run's {name}={as_typed(then)}, and {checkpoint.name} {reason}; "
-            "leave it out, or start a new run without resume."
-        )
     if sentences:
         raise ConfigError("\n".join(sentences))
 

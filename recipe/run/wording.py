@@ -64,7 +64,7 @@ def explain(error: Exception) -> UserError:
     if isinstance(error, OverrideParseException):
         return ConfigError(
             f"{error.override} is not an override; write key=value, and quote a value with special characters twice: "
-            "'key=\"a b\"'."
+            f"{quoted_twice(str(error.override))}."
         )
     listed_key, of_list, _ = str(getattr(cause, "full_key", "")).partition("[")
     if isinstance(cause, ValidationError) and of_list and listed_key in keys():
@@ -75,9 +75,19 @@ def explain(error: Exception) -> UserError:
     return ConfigError(" ".join(" ".join(str(e).split()) for e in dict.fromkeys((error, cause))))
 
 
+def quoted_twice(line: str) -> str:
+    """An override whose value is text with special characters, as it is typed in a shell."""
+    key, equals, value = line.partition("=")
+    return f"""'{key}="{value}"'""" if equals and key else "'key=\"a b\"'"
+
+
 def expected(key: str) -> str:
     """The values that `key` accepts, in words."""
-    kind = declared(key)
+    return in_words(declared(key))
+
+
+def in_words(kind: Any) -> str:
+    """The values of an option's type, other than null."""
     if get_origin(kind) is UnionType:
         kind, other = get_args(kind)
         if other is str:

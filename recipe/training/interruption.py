@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from recipe.distributed.ranks import highest
+from recipe.distributed.ranks import PATIENCE_S, highest
 
 # How often the hosts of a run's ranks ask each other whether one has received a signal.
 SECONDS_BETWEEN_QUESTIONS = 1.0
@@ -26,7 +26,7 @@ class Interruption:
     timeout_s  how long to wait for the other ranks, which have to stop after the same step
     """
 
-    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, timeout_s: float = PATIENCE_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.number: int | None = None
         self.timeout_s, self.clock = timeout_s, clock
         self._handlers: dict[int, Any] = {}

@@ -28,7 +28,6 @@ class OptimizerConfig:
     lr            the peak of the schedule
     weight_decay  per step, times the learning rate, of matrices and embeddings only
     betas         decay of the running means of the gradient and of its square
-    eps           added to the root of the mean of squares
     clip          largest norm of the gradient over all parameters; 0: no clipping
     momentum      decay of Muon's momentum
     muon_lr       the peak for Muon's matrices; None: lr
@@ -38,7 +37,6 @@ class OptimizerConfig:
     lr: float = 3e-3
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = 1e-8
     clip: float = 1.0
     momentum: float = 0.95
     muon_lr: float | None = None
@@ -123,7 +121,7 @@ def adamw_of(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> tor
     lr = torch.tensor(config.lr, device=parameters[0].device)
     beta1, beta2 = config.betas
     on_gpu = parameters[0].is_cuda
-    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=config.eps, fused=True, capturable=on_gpu)
+    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), fused=True, capturable=on_gpu)
 
 
 # docs/add-an-optimizer.md lists the requirements of an optimizer.
@@ -186,10 +184,8 @@ def optimizer_mistakes(config: OptimizerConfig, schedule: ScheduleConfig, steps:
         yield f"schedule.name={schedule.name} is not known; choose one of {', '.join(SCHEDULES)}."
     if not (len(config.betas) == 2 and all(0 <= beta < 1 for beta in config.betas)):
         yield f"optimizer.betas={list(config.betas)} must be two numbers in [0, 1), such as [0.9,0.99]."
-    for name, usual in (("lr", "1e-3"), ("eps", "1e-8")):
-        value = getattr(config, name)
-        if not (value > 0 and math.isfinite(value)):
-            yield f"optimizer.{name}={value} must be above 0 and finite, such as optimizer.{name}={usual}."
+    if not (config.lr > 0 and math.isfinite(config.lr)):
+        yield f"optimizer.lr={config.lr} must be above 0 and finite, such as optimizer.lr=1e-3."
     if not 0 <= config.momentum < 1:
         yield f"optimizer.momentum={config.momentum} must lie in [0, 1), such as 0.95."
     if config.muon_lr is not None and not (config.muon_lr > 0 and math.isfinite(config.muon_lr)):

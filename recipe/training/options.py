@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from model.linear import Products
-from model.loss import LossKind
 from model.options import Recompute
 from recipe.distributed.world import World
 from recipe.training.device import Precision
@@ -22,12 +21,10 @@ class TrainingConfig:
     batch_size        sequences per rank and micro-batch
     batch_tokens      tokens of one step over all micro-batches and ranks; None: one micro-batch per rank
     precision         precision of the model's computations
-    compile           torch.compile the model
-    cuda_graph        with compile, on GPUs, and without recomputing if sharded: replay the whole step, with all its
-                      micro-batches, as a CUDA graph
+    compile           torch.compile the model; on a GPU a step, with all its micro-batches, is then replayed as a CUDA
+                      graph
     recompute         the part that the backward pass recomputes: less memory, more time
     residual_in_fp32  in half precision, keep the residual stream in fp32: more exact, more memory, more time
-    loss              how the loss over the vocabulary is computed
     log_every         steps between two lines of metrics.jsonl
     eval_every        steps between two evaluations, the first before training, the last after it; 0: none
     eval_batches      micro-batches of one evaluation, divided among the ranks
@@ -43,7 +40,6 @@ class TrainingConfig:
     cpu_memory_gib    on a CPU, limit of the process's memory, as if it were a GPU of that size
     ema               decay of a moving average of the weights, which is evaluated and saved beside them; 0: none
     profile           record the time of a few steps by category
-    time_attention    measure after training the time of the attention alone in a step
     """
 
     steps: int = 1200
@@ -51,10 +47,8 @@ class TrainingConfig:
     batch_tokens: int | None = None
     precision: Precision = Precision.auto
     compile: bool = False
-    cuda_graph: bool = True
     recompute: Recompute = Recompute.none
     residual_in_fp32: bool = True
-    loss: LossKind = LossKind.auto
     log_every: int = 10
     eval_every: int = 200
     eval_batches: int = 20
@@ -68,7 +62,6 @@ class TrainingConfig:
     cpu_memory_gib: float | None = None
     ema: float = 0.0
     profile: bool = False
-    time_attention: bool = False
 
     def micro_steps(self, seq_len: int, world_size: int) -> int:
         """Micro-batches of one step on each rank."""

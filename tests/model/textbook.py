@@ -87,9 +87,6 @@ class Textbook:
         pattern = config.rope_layers or [True]
         if config.positions is Positions.rotary and pattern[layer % len(pattern)]:
             q, k = (torch.stack([self.turned(head) for head in z]) for z in (q, k))
-        if config.log_scale:
-            n = torch.arange(1, T + 1, dtype=torch.float64)
-            q = q * self.weights[f"{name}.log_scale"][:, None, None] * n.log()[:, None]
         if layer == 0:
             first.append(v)
         if (weights := self.weights.get(f"{name}.value_weights")) is not None:

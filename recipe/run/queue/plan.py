@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from data.atomic import write_atomically
 from data.untrusted import UntrustedError, read_json
 from recipe.errors import UserError
-from recipe.run.arms import FIRST_LR_SEED, LR, SEEDS, ArenaConfig, rate_at, size_overrides
+from recipe.run.arms import FIRST_LR_SEED, LR, LR_SEEDS, SEEDS, ArenaConfig, rate_at, size_overrides
 
 FILE = "arena.json"
 FORMAT = 1  # increase it when older plans would be misread
@@ -142,14 +142,14 @@ def new_plan(
         factors = factors or [1.0]  # the rate depends on the size
     return Plan(
         arms=arms,
-        baseline=config.baseline or next(iter(arms)),
+        baseline=next(iter(arms)),
         common=common,
         arguments=arguments,
         first_seed=config.first_seed,
         margin=config.margin,
         planned_looks=config.looks,
         lr={arm: [float(f"{factor * base_lr[arm]:.6g}") for factor in factors] for arm in arms},
-        lr_seeds=config.lr_seeds,
+        lr_seeds=LR_SEEDS,
         commit=commit,
         looks=[Look(config.seeds, datetime.now(UTC).isoformat(timespec="seconds"))],
         sizes={str(size): {arm: size_overrides(cfg, size) for arm, cfg in composed.items()} for size in config.sizes},

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 COMMAND = [
-    "experiment=arena", "arena.arms=causal: score=causal | near: score=alibi", "arena.lr=[1,2]", "arena.lr_seeds=1",
+    "experiment=arena", "arena.arms=causal: score=causal | near: score=alibi", "arena.lr=[1,2]",
     "arena.seeds=2", "data=text", "data.path=text.txt", "data.cache=cache", "device=cpu", "tracking=disabled",
     "seq_len=16", "model.n_layers=1", "model.n_heads=2", "model.n_embd=16", "training.steps=4",
     "training.eval_every=2", "training.eval_batches=1",
@@ -44,7 +44,7 @@ def test_an_arena_is_interrupted_continued_extended_and_reported(tmp_path: Path)
     first.send_signal(signal.SIGINT)
     printed, _ = first.communicate(timeout=100)
     assert first.returncode == 130
-    assert "[1/8]  causal, seed 1000001, optimizer.lr=0.003" in printed
+    assert "[1/12]  causal, seed 1000001, optimizer.lr=0.003" in printed
     assert " left" in printed
     (sweep,) = tmp_path.glob("multirun/*/*")
     done = json.loads((sweep / "0" / "summary.json").read_text())
@@ -56,7 +56,7 @@ def test_an_arena_is_interrupted_continued_extended_and_reported(tmp_path: Path)
     assert again.returncode == 0, printed
     assert len(list(tmp_path.glob("multirun/*/*"))) == 1
     assert json.loads((sweep / "0" / "summary.json").read_text()) == done
-    assert "[8/8]  near, seed 2: loss" in printed
+    assert "[12/12]  near, seed 2: loss" in printed
 
     more = train(tmp_path, "arena.seeds=3", f"hydra.sweep.dir={sweep}")
     printed, _ = more.communicate(timeout=200)

@@ -11,9 +11,11 @@ import io
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -35,12 +37,12 @@ from recipe.distributed import norm
 from recipe.distributed.context import ContextAttention, ContextBy
 from recipe.distributed.norm import local
 from recipe.distributed.options import DataParallel, ParallelConfig
-from recipe.distributed.ranks import joined
+from recipe.distributed.ranks import PATIENCE_S, joined
 from recipe.distributed.shared_update import SharedAdamW, SharedTree
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
-from recipe.run.check import check_ranks_agree
 from recipe.run.config import Config, ConfigError
+from recipe.run.mistakes import check_ranks_agree
 from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import newest_valid, save_checkpoint
 from recipe.training.device import Precision
@@ -52,7 +54,6 @@ from tests.parts import EVERYTHING
 from train import train as train_run
 
 CPU = torch.device("cpu")
-TIMEOUT_S = 200.0
 T, B, MICRO_BATCHES, STEPS, SEED = 64, 2, 4, 4, 7
 TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)
 MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1)
@@ -74,8 +75,8 @@ PARALLEL = {
     "sharded": ParallelConfig(DataParallel.shard),
     "sharded, kept gathered": ParallelConfig(DataParallel.shard, reshard_after_forward=False),
     "sharded, any": ParallelConfig(DataParallel.shard, exact=False),
-    "heads": ParallelConfig(context=2, context_by=ContextBy.heads),
-    "keys, sharded": ParallelConfig(DataParallel.shard, context=2, context_by=ContextBy.keys),
+    "heads": ParallelConfig(context=2),
+    "keys, sharded": ParallelConfig(DataParallel.shard, context=2),
 }
 
 # Number of ranks -> the precisions in which they train what one rank trains.
@@ -225,7 +226,9 @@ def work(world: World) -> dict[str, Any]:
     for name, parallel in PARALLEL.items():
         if alone and name != "exact":
             continue
-        trainer = build(world, parallel)
+        by_keys = patch("recipe.distributed.sharing.shared_by", return_value=ContextBy.keys)
+        with by_keys if name.startswith("keys") else nullcontext():
+            trainer = build(world, parallel)
         found[name] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
         found[name]["whole model"] = one_loss(trainer)
         if name == "exact":
@@ -269,7 +272,7 @@ def work(world: World) -> dict[str, Any]:
 
 def masks(world: World) -> tuple[dict[str, bool], list[bool]]:
     """Whether this rank's masks, in every micro-batch, are its part of the masks that one process draws for the step,
-    and whether ranks that share sequences wait TIMEOUT_S for each other.
+    and whether ranks that share sequences wait PATIENCE_S for each other.
 
     With equal scores, and the identity as values, attention returns the weights, which are 0 where dropped.
     """
@@ -278,23 +281,25 @@ def masks(world: World) -> tuple[dict[str, bool], list[bool]]:
     whole &= torch.ones(T, T, dtype=torch.bool).tril()
     found, in_time = dict[str, bool](), list[bool]()
     for context in (1, 2, 4):
-        for by in (ContextBy.heads, ContextBy.keys):
+        for by, n_kv_heads in ((ContextBy.heads, H), (ContextBy.keys, 1)):  # one head cannot be shared
             if world.size % context:
                 continue
             torch.manual_seed(SEED)
-            gpt = GPT(replace(MODEL, n_heads=H), 256, T, build_attention(AttentionConfig(dropout=0.1)))
+            gpt = GPT(
+                replace(MODEL, n_heads=H, n_kv_heads=n_kv_heads), 256, T, build_attention(AttentionConfig(dropout=0.1))
+            )
             settings = TrainingConfig(batch_size=B, batch_tokens=B * T * MICRO_BATCHES, precision=Precision.fp32)
-            parallel = ParallelConfig(context=context, context_by=by, timeout_s=TIMEOUT_S)
+            parallel = ParallelConfig(context=context)
             config = Config(SEED, training=settings, parallel=parallel)
             trainer = build_trainer(config, gpt, CPU, replace(world, context=context))
             attend, rows = trainer.sharing.context or (gpt.attend, ((0, T),))
             if isinstance(attend, ContextAttention):
-                in_time.append(attend.group._get_backend(CPU).options._timeout.total_seconds() == TIMEOUT_S)
-            v = take_rows(torch.eye(T), rows, dim=0).expand(B, H, -1, -1)
+                in_time.append(attend.group._get_backend(CPU).options._timeout.total_seconds() == PATIENCE_S)
+            v = take_rows(torch.eye(T), rows, dim=0).expand(B, n_kv_heads, -1, -1)
             kept = []
             for micro_step in range(trainer.micro_steps):
                 key = trainer.dropout_key_for(step, micro_step).at_layer(layer)
-                weights = attend(torch.zeros_like(v), torch.zeros_like(v), v, dropout_key=key).out
+                weights = attend(v.new_zeros(B, H, *v.shape[2:]), torch.zeros_like(v), v, dropout_key=key).out
                 first = (micro_step * trainer.world.data_size + trainer.world.data_rank) * B
                 expected = take_rows(whole[first : first + B], rows, dim=2)
                 kept.append(torch.equal(weights != 0, expected))
@@ -355,7 +360,7 @@ def main(rank: int, folder: Path, ports: list[str]) -> None:
         if rank < size:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             world, steps = World(rank, size, rank), range(turn, turn + 1)
-            with joined(world, CPU, TIMEOUT_S):
+            with joined(world, CPU):
                 for name, updates in resumed.items():
                     updates[str(steps.start)] = resume(world, folder / f"checkpoints-{name}", steps, data, name)
                 if size <= 2:

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from attention import UnsupportedAttention
 from attention.score import take_rows
 from model.score import ScoreConfig
-from recipe.distributed.context import ContextBy, rows_of
+from recipe.distributed.context import ContextBy, rows_of, shared_by
 from recipe.distributed.options import ParallelConfig
 from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
@@ -55,7 +55,7 @@ def test_ranks_that_share_a_sequence_attend_as_one(
     if by is ContextBy.heads and (H % size or H_kv % size):
         with pytest.raises(UnsupportedAttention, match=f"cannot share {H} query .*context={size} ranks"):
             by.resolve(H, H_kv, size)
-        assert ContextBy.auto.resolve(H, H_kv, size) is ContextBy.keys
+        assert shared_by(H, H_kv, size) is ContextBy.keys
         return
     ranks = [rank[f"{case}, {size} by {by.value}"] for rank in found[:size]]
     expected = attend(case, None)

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from model.gpt import GPTConfig
-from recipe.distributed.context import ContextBy
 from recipe.distributed.options import ParallelConfig
-from recipe.run.check import mistakes
 from recipe.run.config import Config
+from recipe.run.mistakes import mistakes
 from recipe.training.optimizer import ScheduleConfig
 
 CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32), schedule=ScheduleConfig())
@@ -40,17 +39,10 @@ CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32)
             "use parallel.context=3 and set parallel.exact=false, or start 4 ranks with torchrun --nproc-per-node 4.",
         ),
         (ParallelConfig(context=0), 2, "parallel.context=0 must be at least 1"),
-        (ParallelConfig(timeout_s=0), 2, "parallel.timeout_s=0 must be"),
         (
             ParallelConfig(reshard_after_forward=False),
             2,
             "parallel.reshard_after_forward=false has no effect on parallel.data=replicate",
-        ),
-        (
-            ParallelConfig(context=8, context_by=ContextBy.heads),
-            8,
-            "parallel.context_by=heads cannot share 4 query and 4 key/value heads between parallel.context=8 ranks; "
-            "use parallel.context_by=keys.",
         ),
         (
             ParallelConfig(context=8),

@@ -32,9 +32,9 @@ from recipe.infer.huggingface.starting import start_from
 from recipe.infer.huggingface.weights import describe, renamed
 from recipe.infer.starting import HuggingFace
 from recipe.run.build import build_model
-from recipe.run.check import init_mistakes
 from recipe.run.compose import composed, to_config
 from recipe.run.config import Config
+from recipe.run.mistakes import init_mistakes
 from recipe.run.starting import with_start
 
 transformers = pytest.importorskip("transformers")

@@ -20,9 +20,9 @@ from model.score import layer_scores
 from recipe import CONF
 from recipe.errors import UserError, fail
 from recipe.run import compose
-from recipe.run.check import mistakes
 from recipe.run.config import Config, ConfigError, as_plain, keys
 from recipe.run.launch import prepare
+from recipe.run.mistakes import mistakes
 from recipe.run.wording import expected
 from recipe.training.optimizer import OPTIMIZERS, SCHEDULES
 from tests import toy_llama
@@ -125,6 +125,10 @@ MISTAKES = {
     "lr=3": "did you mean optimizer.lr?",
     "attention.window=8": "there is no attention.window; did you mean score.window",
     "=4": "^=4 is not an override",
+    "model.dropout= 0.1": "^model.dropout= 0.1 has a blank beside the equals sign; write model.dropout=0.1",
+    "data=text data.path=a,b.txt": "^data.path=a,b.txt is more than one value; .* 'data.path=\"a,b.txt\"'",
+    "data=text data.path=数据.txt": "^data.path=数据.txt is not an override; .* 'data.path=\"数据.txt\"'",
+    "data=text data.path=a[1].txt": r"^data.path=a\[1\].txt is not an override; .* 'data.path=\"a\[1\].txt\"'",
     "dropout=0.1": "did you mean attention.dropout or model.dropout?",
     "--attention=flash": "--attention=flash is not a flag of train.py; overrides have no dashes: key=value",
     "~attention": "~attention would leave attention without a value",
@@ -163,7 +167,6 @@ MISTAKES = {
     "-m hydra.sweep.dir=/proc/sweep seed=1,2": "hydra.sweep.dir=/proc/sweep cannot be written",
     "training.steps=1e6": "training.steps=1000000.0 is not a whole number; write training.steps=1000000",
     "optimizer.lr=-1": "^optimizer.lr=-1.0 must be above 0 and finite, such as optimizer.lr=1e-3",
-    "optimizer.eps=0": "^optimizer.eps=0.0 must be above 0",
     "optimizer.clip=-1": "^optimizer.clip=-1.0 must not be negative",
     "model.n_heads=7 model.n_embd=64": "model.n_embd=64 is not a multiple of model.n_heads=7; .* 1, 2, 4",
     "model.dropout=1": "model.dropout=1",

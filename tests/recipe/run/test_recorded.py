@@ -193,8 +193,12 @@ def test_a_configuration_is_read_as_it_was_recorded(tmp_path: Path) -> None:
 
 
 def test_a_removed_option_is_ignored_at_its_default_and_refused_else(run: Path) -> None:
-    record(run, "seed=1337", "training.mlp_in_fp8=false")
+    config = as_plain(Config())
+    config["training"] |= {"mlp_in_fp8": False}
+    write_recorded(run, config, ["seed=1337", "training.mlp_in_fp8=false"])
     assert [line for line in resumed(["resume=run"]) if "mlp_in_fp8" in line] == []
+    (found,) = find_runs([run]).runs
+    assert "training.mlp_in_fp8" not in found.settings
     record(run, "seed=1337", "training.mlp_in_fp8=true")
     with pytest.raises(ConfigError, match=r"training\.mlp_in_fp8 is no longer an option; leave it out"):
         resumed(["resume=run"])

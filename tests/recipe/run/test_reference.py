@@ -37,9 +37,9 @@ def test_a_default_is_written_as_an_override_has_it():
     rows = section(Part(), "part.").splitlines()[2:]
     cells = [[cell.strip() for cell in row.split("|")[1:4]] for row in rows]
     assert cells == [
-        ["`part.size`", "`null`", "whole number or `null`"],
-        ["`part.left`", "`true`", "`true` or `false`"],
-        ["`part.right`", "`[0.5, 1.0]`", "list"],
+        ["`part.size`", "`null`", "a whole number or `null`"],
+        ["`part.left`", "`true`", "true or false"],
+        ["`part.right`", "`[0.5, 1.0]`", "a list of numbers, such as [0.9,0.99]"],
     ]
 
 

@@ -1,4 +1,5 @@
-"""Options of earlier versions: refused on a command line with what to do instead, ignored at their recorded default."""
+"""Options of earlier versions: refused on a command line with what to do instead, ignored in a record that changes
+nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import pytest
 
 from recipe.run.compose import mistakes
 from recipe.run.config import is_key
-from recipe.run.removed import DEFAULTS, REMOVED, is_at_removed_default, without_removed
+from recipe.run.removed import IGNORED, REMOVED, is_ignored, without_removed
 from recipe.wording import as_typed
 
 
@@ -17,13 +18,13 @@ def test_an_override_that_went_is_refused_with_what_to_do_instead(removed: str) 
     assert REMOVED[removed] in sentence
 
 
-@pytest.mark.parametrize("option", DEFAULTS)
-def test_a_recorded_default_of_an_option_that_went_is_ignored(option: str) -> None:
+@pytest.mark.parametrize(("option", "value"), [(option, value) for option in IGNORED for value in IGNORED[option]])
+def test_a_recorded_value_that_changes_nothing_is_ignored(option: str, value: object) -> None:
     assert not is_key(option)
     part, _, name = option.partition(".")
-    assert without_removed({part: {name: DEFAULTS[option], "steps": 3}}) == {part: {"steps": 3}}
-    assert is_at_removed_default(f"{option}={as_typed(DEFAULTS[option])}")
-    assert not is_at_removed_default(f"{option}=7")
+    assert without_removed({part: {name: value, "steps": 3}}) == {part: {"steps": 3}}
+    assert is_ignored(f"{option}={as_typed(value)}")
+    assert not is_ignored(f"{option}=7")
 
 
 def test_the_table_has_at_most_forty_entries() -> None:

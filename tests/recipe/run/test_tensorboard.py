@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from recipe.run import tracker
-from recipe.run.check import mistakes
 from recipe.run.config import Config
+from recipe.run.mistakes import mistakes
 from recipe.run.tracker import Tracker, TrackingConfig, TrackingMode
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

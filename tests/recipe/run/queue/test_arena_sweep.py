@@ -18,7 +18,7 @@ from recipe.run.queue.arena import ArenaSweeper
 from recipe.run.queue.jobs import SweepError
 from recipe.run.queue.plan import PlanError, read_plan
 
-ARGUMENTS = ["experiment=arena", 'arena.arms="causal: score=causal | alibi: score=alibi"', "arena.lr_seeds=1"]
+ARGUMENTS = ["experiment=arena", 'arena.arms="causal: score=causal | alibi: score=alibi"']
 BEST = {"causal": 0.003, "alibi": 0.006}
 
 
@@ -43,8 +43,13 @@ class Launcher:
 
 
 @pytest.fixture
-def start(tmp_path: Path):
-    """start(*overrides, ends={number: summary}): one start of the sweep in tmp_path; returns the launcher."""
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """start(*overrides, ends={number: summary}): one start of the sweep in tmp_path; returns the launcher.
+
+    Learning rates are tried on one seed.
+    """
+
+    monkeypatch.setattr("recipe.run.queue.plan.LR_SEEDS", 1)
 
     def run(*overrides: str, ends: dict[int, dict[str, Any]] | None = None) -> Launcher:
         arguments = [*ARGUMENTS, *overrides]

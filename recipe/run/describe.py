@@ -1,0 +1,94 @@
+"""What a run prints before its first step and after its last."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from attention.formula.describe import describe as describe_formula
+from data.options import Documents
+from data.untrusted import UntrustedError
+from model.counting import num_parameters
+from model.score import ScoreConfig, describe_score
+from recipe.distributed.world import World
+from recipe.run.build import attention_shape
+from recipe.run.config import Config
+from recipe.run.meters import device_name
+from recipe.run.peaks import describe_peak, product_precision
+from recipe.run.run_folder import read_summary
+from recipe.training.device import Precision
+from recipe.training.loop import Run
+from recipe.training.step import Trainer
+
+
+def describe_run(config: Config, trainer: Trainer) -> Iterator[str]:
+    """A line of the run's parts, its device, and what `auto` chose; one for each formula, and one where it compiles."""
+    yield "  ".join([*_parts(config, trainer), *_of_ranks(config, trainer.world), *_of_gpu(trainer)])
+    for score in dict.fromkeys(trainer.model.scores):
+        if score.formula is not None:
+            yield describe_formula(score.formula, score.causal, score.window)
+    if config.training.compile:
+        yield "compiling: the first steps and the first evaluation wait for it, some minutes"
+
+
+def _parts(config: Config, trainer: Trainer) -> Iterator[str]:
+    device, precision = trainer.device, trainer.training.precision
+    path = trainer.model.attend.path(attention_shape(config, device), config.seq_len)
+    yield f"attention={config.attention.name}" + (f" ({path} kernels)" if path else "")
+    if config.score != ScoreConfig():
+        yield f"score={describe_score(config.score)}"
+    for window in sorted({score.window for score in trainer.model.scores if score.window}):
+        if window >= config.seq_len:
+            yield f"window={window} hides nothing at seq_len={config.seq_len}"
+    if config.data.documents is not Documents.ignore:
+        yield f"documents={config.data.documents.name}"
+    yield f"model={config.model.name}: {num_parameters(trainer.model):,} parameters"
+    yield f"{trainer.tokens_per_step:,} tokens per step"
+    yield f"device={device}" + " (auto)" * (config.device == "auto")
+    yield f"precision={precision.value}" + " (auto)" * (config.training.precision is Precision.auto)
+    if device.type == "cpu":
+        yield f"{torch.get_num_threads()} threads"
+
+
+def _of_ranks(config: Config, world: World) -> Iterator[str]:
+    if world.size > 1:
+        context = f", parallel.context={world.context}" if world.context > 1 else ""
+        exact = "" if config.parallel.exact else ", sums in any order"
+        yield f"{world.size} ranks, parallel.data={config.parallel.data.value}{context}{exact}"
+
+
+def _of_gpu(trainer: Trainer) -> Iterator[str]:
+    if trainer.device.type == "cuda":
+        products = product_precision(trainer.training.precision.value, trainer.model.attend.config.allow_tf32)
+        yield f"MFU of {describe_peak(device_name(trainer.device), products)}"
+
+
+def describe_complete(config: Config, folder: Path, start: int) -> str | None:
+    """That the run in a folder, which has made `start` updates, has nothing left to do; None where it has."""
+    try:
+        summary = read_summary(folder)
+    except (OSError, UntrustedError):
+        return None
+    asked = config.training
+    target = summary.get("config", {}).get("training", {}).get("target_loss")
+    at_target = summary.get("target") is not None and target == asked.target_loss
+    if start < asked.steps and not at_target:
+        return None
+    more = f"has {start} steps already, more than {asked.steps}"
+    state = more if start > asked.steps else f"is complete with {start} steps"
+    return f"{folder} {state}; training.steps={2 * start} would continue it."
+
+
+def describe_end(run: Run, done: int, folder: Path) -> str | None:
+    """Why a run ended after `done` updates, before its last: its target, or a signal, and then how it goes on."""
+    training, number = run.trainer.training, run.interruption.number
+    if run.record.reached is not None:
+        tokens = done * run.trainer.tokens_per_step
+        return f"reached training.target_loss={training.target_loss} after step {done}: {tokens:,} tokens"
+    if done == training.steps or number is None:
+        return None
+    go_on = f"resume={folder} goes on" if training.checkpoint_every else "training.checkpoint_every=0 saved nothing"
+    return f"stopped by {signal.Signals(number).name} after step {done} of {training.steps}; {go_on}"
