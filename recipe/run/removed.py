@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
+from recipe.wording import as_typed
 
 # An option, or the options that begin with a prefix such as "ladder." -> what to do instead.
 REMOVED: dict[str, str] = {
@@ -58,7 +58,11 @@ def refusal(key: str) -> str | None:
 def is_ignored(line: str) -> bool:
     """Whether a recorded override sets a removed option to a value without which the run computes the same."""
     key, _, value = line.lstrip("+").partition("=")
-    return yaml.safe_load(value) in IGNORED.get(key, ())
+    text = value.replace(" ", "")
+    try:
+        return float(text) in IGNORED.get(key, ())
+    except ValueError:
+        return text in {str(as_typed(one)).replace(" ", "") for one in IGNORED.get(key, ())}
 
 
 def without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
