@@ -162,6 +162,7 @@ def test_the_summary_describes_the_run(config: Config) -> None:
     assert stored["median"]["throughput/tokens_per_s"] > 0
     assert stored["wall_time_s"] >= lines[-1]["throughput/elapsed_s"] > 0
     assert stored["memory_source"] == "attention"
+    assert stored["process_peak_gib"] >= lines[-1]["memory/peak_allocated_gib"] > 0.05, "the process, with torch"
     scores = 4 * 2 * 32 * 32 * 4  # bytes of (B, H, T, T) in fp32
     assert 2 * scores < stored["peak"]["memory/peak_allocated_gib"] * 2**30 < 20 * scores
     assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"step-00000006", "step-00000008", "best"}

@@ -58,11 +58,7 @@ def arena_sweep_mistakes(composition: Composition, mistakes_of: Callable[[Compos
     if sentences:
         return sentences
     common = common_overrides(composition.right)
-    composed = {name: compose_right([*common, *overrides]) for name, overrides in arms.items()}
-    for name, arm in composed.items():
-        if arena.sizes and arm.cfg is not None:
-            largest = size_overrides(arm.cfg, arena.sizes[-1])
-            composed[name] = compose_right([*common, *arms[name], *largest])
+    composed = {name: at_largest_size([*common, *overrides], arena.sizes) for name, overrides in arms.items()}
     wrong = {name: [*arm.wrong, *mistakes_of(arm)] for name, arm in composed.items()}
     for name, mistakes in wrong.items():
         for sentence in mistakes:
@@ -75,6 +71,14 @@ def arena_sweep_mistakes(composition: Composition, mistakes_of: Callable[[Compos
     if sentences:
         return sentences
     return list(arm_mistakes({name: _settings(arm) for name, arm in composed.items()}))
+
+
+def at_largest_size(overrides: list[str], sizes: list[int]) -> Composition:
+    """What the overrides of an arm compose, at the largest of the arena's sizes where it has some."""
+    arm = compose_right(overrides)
+    if not sizes or arm.cfg is None:
+        return arm
+    return compose_right([*overrides, *size_overrides(arm.cfg, sizes[-1])])
 
 
 def _settings(arm: Composition) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from omegaconf import DictConfig
@@ -21,6 +22,7 @@ SHARED = (
     "training.eval_batches", "training.eval_span",
 )  # fmt: skip
 SHARED_GROUPS = ("data",)
+NAMES = ("model.name", "score.name")
 OWN_DATA = ("data.documents", "data.cache")
 
 
@@ -128,17 +130,15 @@ def arena_mistakes(config: ArenaConfig, arms: Sequence[str]) -> Iterator[str]:
         yield f"arena.arms has {len(arms)} arm, and a comparison takes two or more; separate them with |."
     if config.seeds < 2:
         yield f"arena.seeds={config.seeds} shows no spread between seeds; use 2 or more."
-    if not 0 < config.margin < 1 or not math.isfinite(config.margin):
+    if not 0 < config.margin < 1:
         yield (
             f"arena.margin={config.margin:g} must lie above 0 and below 1: the share of the loss that does not matter, "
             "such as 0.005."
         )
     if config.looks < 1:
         yield f"arena.looks={config.looks} must be at least 1."
-    if any(not (factor > 0 and math.isfinite(factor)) for factor in config.lr):
-        yield f"arena.lr={config.lr} must hold factors above 0, such as [0.5,1,2]; [] tries none."
-    if len(set(config.lr)) < len(config.lr):
-        yield f"arena.lr={config.lr} has a factor twice."
+    if len(set(config.lr)) < len(config.lr) or not all(0 < factor < math.inf for factor in config.lr):
+        yield f"arena.lr={config.lr} must hold different factors above 0, such as [0.5,1,2]; [] tries none."
     if config.sizes != sorted(set(config.sizes)) or any(size < 1 for size in config.sizes):
         yield f"arena.sizes={config.sizes} must hold different numbers of layers above 0, the smallest first."
     if not 0 <= config.first_seed <= MOST_SEEDS - config.seeds:
@@ -150,26 +150,21 @@ def arm_mistakes(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
     settings  of each arm, by dotted names
     """
-    names = list(settings)
-    for n, name in enumerate(names):
-        for other in names[:n]:
-            if _own(settings[name]) == _own(settings[other]):
-                yield f"arms {other} and {name} are the same configuration; leave one out, or give it other overrides."
-    first = settings[names[0]]
-    for name in names[1:]:
-        differing = [key for key in first if _shared(key) and settings[name].get(key) != first[key]]
-        if differing:
-            key = differing[0]
+    trained = {  # without what does not affect training: the names of presets
+        name: {key: value for key, value in of_arm.items() if key not in NAMES and not key.startswith("arena.")}
+        for name, of_arm in settings.items()
+    }
+    for other, name in combinations(settings, 2):
+        if trained[other] == trained[name]:
+            yield f"arms {other} and {name} are the same configuration; leave one out, or give it other overrides."
+    first = next(iter(settings))
+    for name, of_arm in settings.items():
+        differing = [key for key, value in settings[first].items() if _shared(key) and of_arm.get(key) != value]
+        for key in differing[:1]:
             yield (
-                f"arm {name} has {key}={settings[name].get(key)} and arm {names[0]} has {key}={first[key]}; arms train "
+                f"arm {name} has {key}={of_arm.get(key)} and arm {first} has {key}={settings[first][key]}; arms train "
                 "and are evaluated on the same tokens, so set it for all of them or for none."
             )
-
-
-def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that affect training, without the names of presets."""
-    left_out = ("model.name", "score.name")
-    return {key: value for key, value in settings.items() if key not in left_out and not key.startswith("arena.")}
 
 
 def _shared(key: str) -> bool:

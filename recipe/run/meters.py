@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from recipe.run.peaks import peak_flops, utilisation
+from recipe.run.peaks import peak_flops
 
 GIB = 2**30
 
@@ -179,10 +179,9 @@ class StepMeter:
             "throughput/step_ms": step_seconds * 1e3,
             "throughput/data_ms": data_seconds * 1e3,
         }
-        for convention, flops in self.flops_per_token.items():
-            mfu = utilisation(tokens_per_second, flops, self.peak, self.device_count)
-            if mfu is not None:
-                metrics[f"throughput/mfu_{convention}"] = mfu
+        if self.peak is not None:
+            for convention, flops in self.flops_per_token.items():
+                metrics[f"throughput/mfu_{convention}"] = tokens_per_second * flops / (self.peak * self.device_count)
         return metrics
 
     def _note_memory(self) -> None:

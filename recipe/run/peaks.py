@@ -77,15 +77,3 @@ def describe_peak(device_name: str, precision: str) -> str:
     if peak is None:
         return f"unknown device for MFU: no peak of {device_name} in {precision} is on record"
     return f"{peak / 1e12:.0f} TFLOP/s ({device_name}, {precision}, dense)"
-
-
-def utilisation(
-    tokens_per_second: float, flops_per_token: float, peak: float | None, device_count: int = 1
-) -> float | None:
-    """The share of the peak that is reached, 0 to 1: tokens/s of all devices, FLOPs per token, FLOP/s of one device.
-
-    None where the peak is not known.
-    """
-    if peak is None:
-        return None
-    return tokens_per_second * flops_per_token / (peak * device_count)

@@ -23,7 +23,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -35,7 +34,6 @@ from torch.profiler import profile, record_function
 
 WARMUP_STEPS, PROFILED_STEPS = 10, 5
 WINDOW = "profiled steps"
-CATEGORIES = ("attention", "matmul", "loss", "optimizer", "data", "other", "exchange", "idle")
 DESCRIPTIONS = {
     "attention": "scores, softmax, dropout, values; forward and backward",
     "matmul": "linear layers",
@@ -46,6 +44,7 @@ DESCRIPTIONS = {
     "exchange": "between ranks, where nothing else runs; attention across ranks counts as attention",
     "idle": "nothing runs on the device",
 }
+CATEGORIES = tuple(DESCRIPTIONS)
 
 # The category of an operation or kernel by its name; the first match counts. Names in the model's code
 # (`record_function`) and of its custom ops come first, then torch's, then kernels'.
@@ -87,7 +86,8 @@ class Profiler:
         self.folder, self.device, self.print = folder / "profile", device, print
         first = max(start, min(start + WARMUP_STEPS, steps - PROFILED_STEPS))
         self.steps = min(PROFILED_STEPS, steps - first)
-        self.first, self.last = (first, first + self.steps - 1) if profile else (None, None)
+        self.first: int | None = first if profile else None
+        self.last: int | None = first + self.steps - 1 if profile else None
         self.recording = ExitStack()
 
     def start(self) -> None:
@@ -107,10 +107,11 @@ class Profiler:
         self.recording.close()
         path, plain = self.folder / "trace.json.gz", self.folder / "trace.json"
         self.profiler.export_chrome_trace(str(plain))
-        with plain.open("rb") as trace, gzip.open(path, "wb", compresslevel=6) as compressed:
-            shutil.copyfileobj(trace, compressed, 1 << 20)  # torch would compress line by line, for seconds
+        trace = plain.read_bytes()
+        path.write_bytes(gzip.compress(trace, 6))  # torch would compress line by line, for seconds
         plain.unlink()
-        times = {name: us / self.steps / 1e3 for name, us in summarise(read_trace(path)).items()}
+        events = json.loads(trace)["traceEvents"]
+        times = {name: us / self.steps / 1e3 for name, us in summarise(events).items()}
         table = format_table(times)
         (self.folder / "table.txt").write_text(table)
         self.print(f"{table}trace: {path} (open it at ui.perfetto.dev)")
@@ -120,12 +121,6 @@ class Profiler:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace in Chrome's format, gzipped."""
-    with gzip.open(path, "rt") as file:
-        return json.load(file)["traceEvents"]
 
 
 def format_table(times: dict[str, float]) -> str:

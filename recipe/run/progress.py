@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from recipe.wording import duration
+from recipe.wording import duration, short_number
 
 BAR = 10  # columns; a terminal narrower than this and the longest usual line shows the line alone
 WIDE_ENOUGH = 90
@@ -87,10 +87,10 @@ class ProgressLine:
             parts.append(f"val {self.latest['val/loss']:.4f}{earlier}")
         tokens, rate = (self.latest.get(name) for name in ("train/tokens", "throughput/tokens_per_s"))
         if tokens is not None:
-            parts.append(f"{count(tokens)} tokens" + (f", {count(rate)}/s" if rate is not None else ""))
-        seconds = remaining_seconds(list(self.marks), self.steps)
-        if seconds is not None and step < self.steps:
-            parts.append(f"{duration(seconds)} left")
+            parts.append(f"{short_number(tokens)} tokens" + (f", {short_number(rate)}/s" if rate is not None else ""))
+        (start, first), (now, done) = self.marks[0], self.marks[-1]
+        if first < done < self.steps:
+            parts.append(f"{duration((now - start) / (done - first) * (self.steps - done))} left")
         return "  ".join(parts)
 
     def print(self, text: str) -> None:
@@ -101,18 +101,3 @@ class ProgressLine:
         """Stop the bar; safe to call twice."""
         if self.bar is not None:
             self.bar.stop()
-
-
-def remaining_seconds(marks: list[tuple[float, int]], steps: int) -> float | None:
-    """Seconds until `steps`, from pairs (time, steps done), oldest first; None without a rate."""
-    (start, first), (now, done) = marks[0], marks[-1]
-    return None if done <= first else (now - start) / (done - first) * (steps - done)
-
-
-def count(number: float) -> str:
-    """950, 61.3k, 1.23M or 1.23B."""
-    if number < 1e3:
-        return f"{number:.0f}"
-    if number < 1e6:
-        return f"{number / 1e3:.1f}k"
-    return f"{number / 1e6:.2f}M" if number < 1e9 else f"{number / 1e9:.2f}B"

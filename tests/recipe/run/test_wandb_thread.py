@@ -130,7 +130,7 @@ def test_without_its_server_wandb_records_offline_and_says_so(tmp_path: Path, wa
     assert output.splitlines()[-1].split()[:3] == ["W&B", "wandb", "sync"]
 
 
-@pytest.mark.parametrize("place", ["init", "log", "finish"])
+@pytest.mark.parametrize("place", ["init", "log"])
 @pytest.mark.parametrize(("kind", "reason"), [("raise", "RuntimeError: quota exceeded"), ("hang", "did not finish")])
 def test_a_failing_or_hanging_wandb_costs_one_warning_and_no_time(
     tmp_path: Path, wandb: StandIn, capsys: Any, monkeypatch: pytest.MonkeyPatch, place: str, kind: str, reason: str
@@ -185,14 +185,6 @@ def test_a_resumed_run_keeps_its_id_and_is_sent_what_it_lacks(tmp_path: Path, wa
     assert [options["resume"] for options in wandb.of("init")] == [None, None, "allow"]
     assert [step for step, _ in wandb.of("log")] == [1, 2, 3, 1, 2, 4, 2, 2]
     assert capsys.readouterr().out.splitlines()[-1].split() == ["W&B", "https://wandb.example/run"]
-
-
-def test_disabled_means_no_thread_and_no_folder(tmp_path: Path, wandb: StandIn) -> None:
-    with track(tmp_path / "run", mode=TrackingMode.disabled) as tracker:
-        tracker.log(1, {})
-        tracker.finish({})
-    assert not wandb.calls
-    assert not (tmp_path / "run" / "wandb").exists()
 
 
 PROGRAM = """

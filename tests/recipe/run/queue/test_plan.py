@@ -44,6 +44,10 @@ def test_a_plan_reads_back_as_it_was_written(tmp_path: Path) -> None:
     write_plan(wanted, tmp_path)
     assert read_plan(tmp_path) == wanted
     assert read_plan(tmp_path / "elsewhere") is None
+    content = json.loads((tmp_path / FILE).read_text())
+    del content["sizes"]  # as an older version wrote it
+    (tmp_path / FILE).write_text(json.dumps(content))
+    assert read_plan(tmp_path) == wanted
 
 
 def test_every_arm_tries_every_rate_on_seeds_that_no_verdict_uses() -> None:
@@ -59,13 +63,9 @@ def test_seeds_that_are_added_leave_every_number_as_it_was() -> None:
     few = plan()
     many = replace(few, looks=[*few.looks, Look(5, "later")])
     assert many.seed_runs()[: len(few.seed_runs())] == few.seed_runs()
+    assert [run.seed for run in few.seed_runs()] == [1, 1, 1, 2, 2, 2, 3, 3, 3], "whole pairs come first"
     numbers = [run.number for run in [*many.lr_runs(), *many.seed_runs()]]
     assert numbers == list(range(3 * 3 * 2 + 3 * 5))
-
-
-def test_whole_pairs_come_first() -> None:
-    seeds = [run.seed for run in plan().seed_runs()]
-    assert seeds == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 def test_one_factor_is_taken_without_a_try_and_none_leaves_the_rate_alone() -> None:
@@ -88,7 +88,6 @@ def test_more_seeds_are_a_look_and_the_same_seeds_are_none() -> None:
     [
         ({"seeds": 2}, r"arena\.seeds=2 is fewer than the 3"),
         ({"margin": 0.01}, r"its margin is 0\.005 instead of 0\.01"),
-        ({"looks": 1}, r"its looks is 2 instead of 1"),
         ({"lr": [1.0]}, "its lr is"),
     ],
 )
@@ -104,7 +103,6 @@ def test_a_plan_is_not_changed_afterwards(options: dict, sentence: str) -> None:
         ({"arms": {"causal": "score=causal"}}, r"is damaged \(arms\)"),
         ({"looks": []}, r"is damaged \(looks\)"),
         ({"margin": "wide"}, r"is damaged \(margin\)"),
-        ({"baseline": "other"}, r"is damaged \(arms\)"),
     ],
 )
 def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path, change: dict, sentence: str) -> None:
@@ -129,13 +127,3 @@ def test_at_a_size_the_width_grows_with_the_layers_and_the_rate_falls_with_its_r
         "training.batch_tokens=256",
     ]
     assert {run.size: run.lr for run in runs} == {1: 0.006, 4: 0.003}
-
-
-def test_a_plan_of_an_older_version_has_no_sizes(tmp_path: Path) -> None:
-    write_plan(plan(), tmp_path)
-    content = json.loads((tmp_path / FILE).read_text())
-    del content["sizes"]
-    (tmp_path / FILE).write_text(json.dumps(content))
-    read = read_plan(tmp_path)
-    assert read is not None
-    assert read.sizes == {}
