@@ -77,6 +77,7 @@ def test_tiles_of_the_block_size_experiment_are_square() -> None:
 
 
 def test_gpus_that_are_not_there_are_one_sentence() -> None:
+    compose.register_all()
     with pytest.raises(InstantiationException) as raised:
         instantiate({"_target_": MULTI_GPU, "gpus": [4096]})
     said = str(explain(raised.value))
