@@ -26,6 +26,7 @@ class OwnTokenizer:
     n_vocab    one more than the highest token
     eot_token  the token between two texts
     end        its name
+    adds_end   whether it is added, as the JSON has none
     ends       tokens that end a generated text: this one, and those that others add
     begin      the token before a text that is scored: this one, unless others set it
     """
@@ -43,7 +44,8 @@ class OwnTokenizer:
         self.model.no_truncation()
         self.model.no_padding()
         self.end = next((end for end in ENDS_OF_TEXT if self.model.token_to_id(end) is not None), END_OF_TEXT)
-        if self.model.token_to_id(self.end) is None:
+        self.adds_end = self.model.token_to_id(self.end) is None
+        if self.adds_end:
             self.model.add_special_tokens([self.end])
         self.model.encode_special_tokens = True
         vocabulary = self.model.get_vocab(with_added_tokens=True)

@@ -1,6 +1,7 @@
 """The MLP of a block.
 
-gelu      c_proj(GELU(c_fc(x)))                    Radford et al. 2019, GPT-2
+gelu      c_proj(GELU(c_fc(x)))                    Radford et al. 2019, GPT-2, where GELU is computed by tanh;
+                                                   gelu_exact: by erf, as in nanoGPT
 relu2     c_proj(ReLU(c_fc(x))^2)                  So et al. 2021, "Primer: Searching for Efficient Transformers"
 swiglu    c_proj(SiLU(c_gate(x)) * c_fc(x))        Shazeer 2020, "GLU Variants Improve Transformer", eq. 6
 geglu     c_proj(GELU(c_gate(x)) * c_fc(x))        the same
@@ -36,7 +37,11 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-PLAIN: dict[Activation, Callable[[Tensor], Tensor]] = {Activation.gelu: gelu, Activation.relu2: relu2}
+PLAIN: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.gelu: gelu,
+    Activation.gelu_exact: F.gelu,
+    Activation.relu2: relu2,
+}
 GATED: dict[Activation, Callable[[Tensor], Tensor]] = {Activation.swiglu: F.silu, Activation.geglu: gelu}
 
 

@@ -47,7 +47,8 @@ class NormOver(Enum):
 class Activation(Enum):
     """The MLP (model/mlps.py)."""
 
-    gelu = "gelu"
+    gelu = "gelu"  # by tanh, as GPT-2
+    gelu_exact = "gelu_exact"
     relu2 = "relu2"  # the square of ReLU
     swiglu = "swiglu"  # a second projection, through SiLU, gates the first
     geglu = "geglu"  # the same through GELU
@@ -134,7 +135,7 @@ class GPTConfig:
     norm_scale      the norms' factors: learned, 1 plus a learned one, or none
     norm_eps        added under the norms' roots; None: 1e-5, and 1e-6 for queries and keys
     qk_norm_over    channels that are normalised together: each head's, or those of all heads
-    mlp             gelu, relu2, swiglu or geglu
+    mlp             gelu, gelu_exact, relu2, swiglu or geglu
     mlp_width       channels within the MLP; None: 4 n_embd
     rope_base       the slowest channels rotate about once in 2 pi rope_base tokens
     rope_fraction   share of a head's channels that rotate, its first ones

@@ -322,8 +322,9 @@ def test_an_exported_folder_has_the_scores_of_its_run(tmp_path, positions, capsy
             eval.main(arguments)
     (folder / "config.json").unlink()
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/model"}')
-    with pytest.raises(refusals(), match="is an adapter of someone/model; merge the two, and name that folder"):
-        eval.main(arguments)
+    for program in (lambda: eval.main(arguments), lambda: sample.main([f"run={folder}"])):
+        with pytest.raises(refusals(), match="is an adapter of someone/model; merge the two with peft's merge_and_unl"):
+            program()
 
 
 @pytest.mark.parametrize("written", ["b", {"__type": "AddedToken", "content": "b"}, None])

@@ -20,11 +20,11 @@ class HuggingFace:
         return start_from(source).options()
 
     def mistakes(
-        self, source: str, model: GPTConfig, scores: Sequence[Score], seq_len: int, vocab_size: int | None
+        self, source: str, model: GPTConfig, scores: Sequence[Score], seq_len: int, tokenizer: str
     ) -> Iterator[str]:
         from recipe.infer.huggingface.loading import folder_mistakes
 
-        return folder_mistakes(source, model, scores, seq_len, vocab_size)
+        return folder_mistakes(source, model, scores, seq_len, tokenizer)
 
     def load(self, model: GPT, source: str) -> None:
         from recipe.infer.huggingface.loading import load

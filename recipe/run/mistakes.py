@@ -15,7 +15,6 @@ from data.corpora import CORPORA
 from data.mistakes import data_mistakes
 from data.tasks import TASKS
 from data.tasks.task import check_length
-from data.tokenizers import SIZES
 from model.mistakes import model_mistakes
 from model.score import layer_scores, score_mistakes
 from model.score_tensors import ScoreTensors
@@ -108,8 +107,7 @@ def init_mistakes(config: Config, weights: Weights) -> Iterator[str]:
     if config.init_from is None:
         return
     scores = layer_scores(config.score, config.model.n_layers)
-    known = SIZES.get(config.data.tokenizer)
-    yield from weights.mistakes(config.init_from, config.model, scores, config.seq_len, known)
+    yield from weights.mistakes(config.init_from, config.model, scores, config.seq_len, config.data.tokenizer)
 
 
 def check_corpus(config: Config) -> None:

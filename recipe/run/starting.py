@@ -28,13 +28,18 @@ def with_start(overrides: list[str], weights: Weights) -> list[str]:
     except HydraException:  # is reported with the other mistakes
         return overrides
     if not isinstance(source, str) or (
-        names_path(source) and not (Path(source).expanduser() / "config.json").is_file()
+        names_path(source) and not any(file.is_file() for file in described_by(Path(source).expanduser()))
     ):
         return overrides
     options = weights.options(source)
     if "score" in chosen:
         options = {name: value for name, value in options.items() if not name.startswith("score.")}
     return [f"{name}={written(value)}" for name, value in options.items() if name not in chosen] + overrides
+
+
+def described_by(source: Path) -> list[Path]:
+    """The files that may say which model a path holds."""
+    return [source / "config.json", source / "ckpt.pt", *([source] if source.suffix == ".pt" else [])]
 
 
 def names_path(source: str) -> bool:

@@ -17,9 +17,12 @@ class Weights(Protocol):
         """Overrides for the model, score and tokenizer that the weights need."""
 
     def mistakes(
-        self, source: str, model: GPTConfig, scores: Sequence[Score], seq_len: int, vocab_size: int | None
+        self, source: str, model: GPTConfig, scores: Sequence[Score], seq_len: int, tokenizer: str
     ) -> Iterator[str]:
-        """A sentence for each reason why a model cannot start from them, as far as that needs no network."""
+        """A sentence for each reason why a model cannot start from them, as far as that needs no network.
+
+        tokenizer  as data.tokenizer names it
+        """
 
     def load(self, model: GPT, source: str) -> None:
         """Overwrite the model's parameters."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,16 @@ from torch import Tensor
 
 from attention.score import Score
 from attention.scores import OPTIONS
+from data.errors import DataError
+from data.own_tokenizer import ENDS_OF_TEXT, OwnTokenizer
+from data.own_tokenizer import read as read_tokenizer
+from data.tokenizers import SIZES
 from data.untrusted import SETTINGS, UntrustedError, read_json
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from model.score import layer_scores
 from recipe.infer.huggingface.families import Family
+from recipe.infer.huggingface.nanogpt import CHECKPOINT, nanogpt_settings, read_checkpoint
 from recipe.infer.huggingface.settings import Settings, WeightsError, essence, read_settings
 from recipe.wording import as_typed
 
@@ -34,8 +40,11 @@ NOT_WEIGHTS = re.compile(r"(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq|^lm_he
 
 def find(source: str, download: Callable[..., str] = snapshot_download) -> Path:
     """The folder `source`, or the folder to which `download` brought its files from the hub. Raises WeightsError."""
-    if Path(source).expanduser().is_dir():
-        return Path(source).expanduser()
+    path = Path(source).expanduser()
+    if path.is_dir() and not (path / "config.json").exists() and (path / CHECKPOINT).is_file():
+        return path / CHECKPOINT
+    if path.is_dir() or path.suffix == ".pt":
+        return path
     try:
         return Path(download(source, allow_patterns=FILES))
     except (OSError, ValueError) as error:  # the hub's errors all derive from these
@@ -47,13 +56,18 @@ def find(source: str, download: Callable[..., str] = snapshot_download) -> Path:
 
 
 def settings_of(folder: Path, source: str) -> Settings:
-    """The settings in the folder's config.json. Raises WeightsError."""
+    """The settings in the folder's config.json, or in nanoGPT's checkpoint. Raises WeightsError."""
+    if folder.suffix == ".pt":
+        return nanogpt_settings(folder, source)
     if (folder / ADAPTER).is_file():
         try:
             base = read_json(folder / ADAPTER, SETTINGS)["base_model_name_or_path"]
         except (OSError, ValueError, KeyError, TypeError):
             base = "another model"
-        raise WeightsError(f"init_from={source} is an adapter of {base}; merge the two, and name that folder.")
+        raise WeightsError(
+            f"init_from={source} is an adapter of {base}; merge the two with peft's merge_and_unload, and name the "
+            "folder that save_pretrained writes."
+        )
     try:
         content = read_json(folder / "config.json", SETTINGS)
     except OSError as error:
@@ -72,16 +86,21 @@ class Tensors:
 
     def __init__(self, folder: Path, source: str, family: Family) -> None:
         """Raises WeightsError where there are none, or a file is damaged."""
+        self.of: dict[str, Callable[[], Tensor]] = {}  # what reads each
+        self.close: Callable[[], None] = lambda: None
+        if folder.suffix == ".pt":
+            weights = read_checkpoint(folder, source)["model"]
+            self.of = {family.full_name(name): partial(weights.__getitem__, name) for name in weights}
+            return
         if (folder / WEIGHTS).is_file():
             files = [folder / WEIGHTS]
         else:
             files = sorted(folder / name for name in self.listed(folder, source))
-        self.of: dict[str, tuple[Any, str]] = {}  # the file and the name in it
         with ExitStack() as opened:
             for path in files:
                 try:
                     file = opened.enter_context(safe_open(path, framework="pt"))
-                    self.of |= {family.full_name(name): (file, name) for name in sorted(file.keys())}
+                    self.of |= {family.full_name(name): partial(file.get_tensor, name) for name in sorted(file.keys())}
                 except Exception as error:  # safetensors raises a type that it does not export
                     raise WeightsError(
                         f"init_from={source}: {path} cannot be read ({error}); copy or fetch it again."
@@ -95,9 +114,7 @@ class Tensors:
         self.close()
 
     def __getitem__(self, name: str) -> Tensor:
-        file, stored = self.of[name]
-        tensor: Tensor = file.get_tensor(stored)
-        return tensor
+        return self.of[name]()
 
     def names(self) -> set[str]:
         """The names of the weights."""
@@ -222,16 +239,36 @@ def unlike(
         name, learned = f"score.{option.name}", option.tensor is not None and option.tensor.learned
         if learned and any(getattr(score, option.name) for score in scores):
             yield f"init_from={source} has {name}=false, and the model true; set {name}=false."
-    size = settings.model.vocab_size
+    size = settings.model.vocab_size or 0
     if vocab_size not in (None, size):
-        remedy = (
-            "GPT-2's own is data.tokenizer=gpt2" if settings.family.kind == "gpt2" else f"set model.vocab_size={size}"
-        )
+        remedy = f"set model.vocab_size={size}"
+        if (vocab_size or 0) > size:
+            remedy = "name the model's own tokenizer.json with data.tokenizer="
+        if settings.family.kind == "gpt2":
+            remedy = "GPT-2's own is data.tokenizer=gpt2"
         yield (
             f"init_from={source} has a vocabulary of {size} tokens, and the data's tokenizer {vocab_size}; {remedy}."
         )
     if model.positions is Positions.learned and seq_len > settings.longest:
         yield f"init_from={source} has {settings.longest} positions, fewer than seq_len={seq_len}; lower it."
+
+
+def beyond(tokenizer: OwnTokenizer, rows: int, source: str) -> Iterator[str]:
+    """A sentence where a tokenizer has a token for which a model has no row."""
+    names = {number: name for name, number in tokenizer.model.get_vocab(with_added_tokens=True).items()}
+    resize = f"add rows with transformers' resize_token_embeddings({tokenizer.n_vocab})"
+    for number in sorted(number for number in names if number >= rows)[:1]:
+        ends = f"init_from={source} has rows for the tokens up to {rows - 1}"
+        if tokenizer.adds_end:
+            yield (
+                f"{ends}, and data.tokenizer={tokenizer.name} has no token that ends a text, so {tokenizer.end} "
+                f"becomes number {number}; call one of its tokens {' or '.join(ENDS_OF_TEXT)}, or {resize}."
+            )
+        else:
+            yield (
+                f"{ends}, and data.tokenizer={tokenizer.name} has the token {names[number]!r} with number {number}; "
+                f"take it out of the file, or {resize}."
+            )
 
 
 def plain(value: Any) -> Any:
@@ -240,11 +277,14 @@ def plain(value: Any) -> Any:
 
 
 def folder_mistakes(
-    source: str, model: GPTConfig, scores: Sequence[Score], seq_len: int, vocab_size: int | None
+    source: str, model: GPTConfig, scores: Sequence[Score], seq_len: int, tokenizer: str
 ) -> Iterator[str]:
-    """A sentence for each reason why a model cannot start from the weights in a folder, before any are loaded."""
+    """A sentence for each reason why a model cannot start from the weights in a folder, before any are loaded.
+
+    tokenizer  as data.tokenizer names it
+    """
     folder = Path(source).expanduser()
-    if not folder.is_dir():
+    if not folder.is_dir() and not (folder.is_file() and folder.suffix == ".pt"):
         if folder.is_file():
             yield f"init_from={source} is a file; name the folder that holds it and config.json."
         elif folder.is_absolute() or source.startswith("."):
@@ -258,9 +298,13 @@ def folder_mistakes(
         return
     flaws: list[str] = []
     try:
+        folder = find(source)
         settings = settings_of(folder, source)
-        known = model.vocab_size or vocab_size
-        flaws += unlike(settings, model, scores, seq_len, known, source)
+        size = model.vocab_size or SIZES.get(tokenizer)
+        flaws += unlike(settings, model, scores, seq_len, size, source)
+        if Path(tokenizer).suffix:
+            with suppress(DataError):  # it is reported with the other options of data
+                flaws += beyond(read_tokenizer(Path(tokenizer)), settings.model.vocab_size or 0, source)
         with Tensors(folder, source, settings.family) as tensors:
             flaws += unfit(tensors, settings, model, source)
     except WeightsError as error:

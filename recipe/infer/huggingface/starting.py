@@ -13,7 +13,8 @@ from data.tokenizers import Tokenizer, gpt2_tokenizer
 from data.untrusted import SETTINGS, UntrustedError, read_json
 from model.options import GPTConfig
 from model.score import ScoreConfig
-from recipe.infer.huggingface.loading import ADAPTER, find, settings_of
+from recipe.infer.huggingface.loading import ADAPTER, beyond, find, settings_of
+from recipe.infer.huggingface.nanogpt import CHECKPOINT
 from recipe.infer.huggingface.settings import Settings, WeightsError
 from recipe.run.config import Config
 
@@ -47,6 +48,8 @@ class Start(NamedTuple):
         if self.tokenizer == "gpt2":
             return gpt2_tokenizer()
         tokenizer = read_tokenizer(Path(self.tokenizer))
+        for flaw in beyond(tokenizer, self.settings.model.vocab_size or 0, str(self.folder)):
+            raise WeightsError(flaw)
         tokenizer.ends |= self.ends()
         with suppress(OSError, UntrustedError, AttributeError):  # AttributeError: no mapping
             begin = read_json(self.folder / "tokenizer_config.json", SETTINGS).get("bos_token")
@@ -67,8 +70,8 @@ class Start(NamedTuple):
 
 def is_folder(folder: Path) -> bool:
     """Whether this is a model of transformers, and no run."""
-    files = ("config.json", ADAPTER)
-    return any((folder / name).is_file() for name in files) and not (folder / ".hydra").exists()
+    files = [folder / name for name in ("config.json", ADAPTER, CHECKPOINT)]
+    return folder.suffix == ".pt" or (any(map(Path.is_file, files)) and not (folder / ".hydra").exists())
 
 
 def start_from(source: str) -> Start:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from model.score import ScoreConfig, layer_scores
 from recipe.infer.huggingface.loading import folder_mistakes
 from recipe.infer.huggingface.loading import load as load_gpt2
 from recipe.infer.huggingface.settings import WeightsError, read_settings
+from recipe.infer.huggingface.starting import start_from
 
 transformers = pytest.importorskip("transformers")
 
@@ -93,15 +96,40 @@ def test_weights_of_another_model_are_refused_with_the_override_that_fits(folder
 
 def test_all_mistakes_are_reported_at_once(folder):
     wrong = replace(CONFIG, n_layers=2, n_heads=8, bias=False, qk_norm=True)
-    found = list(folder_mistakes(str(folder), wrong, layer_scores(ScoreConfig(sinks=True), 2), 64, 257))
+    found = list(folder_mistakes(str(folder), wrong, layer_scores(ScoreConfig(sinks=True), 2), 64, "bytes"))
     for named in ("model.n_layers=3", "model.n_heads=4", "model.qk_norm=false", "score.sinks=false", "model.bias=true"):
         assert sum(f"set {named}." in sentence for sentence in found) == 1
     assert len(found) == 7  # and the tokenizer, and the positions
     with pytest.raises(WeightsError) as raised:
         load_gpt2(build(config=replace(wrong, bias=True), seq_len=64), str(folder))
     assert len(str(raised.value).splitlines()) == 4  # layers, heads, qk_norm, positions
-    assert not list(folder_mistakes(str(folder), CONFIG, layer_scores(ScoreConfig(), 3), 16, None))
-    assert not list(folder_mistakes("gpt2", wrong, layer_scores(ScoreConfig(), 2), 64, 257))  # of the hub: later
+    assert not list(folder_mistakes(str(folder), CONFIG, layer_scores(ScoreConfig(), 3), 16, "bpe"))
+    assert not list(folder_mistakes("gpt2", wrong, layer_scores(ScoreConfig(), 2), 64, "bytes"))  # of the hub: later
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            {"a": 0, "<eos>": 1, "<pad>": VOCAB + 1},
+            r"has the token '<pad>' with number 488; take it out of the file, or",
+        ),
+        (
+            {f"w{n}": n for n in range(VOCAB)},
+            r"no token that ends a text, so <\|endoftext\|> becomes number 487; call one",
+        ),
+    ],
+)
+def test_a_token_without_a_row_is_named_with_its_number(folder, tmp_path, words, sentence):
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a")).save(str(path))
+    sentence = (
+        f"has rows for the tokens up to 486, and data.tokenizer=.*{sentence}.* rows with .*resize_token_embeddings"
+    )
+    (flaw,) = folder_mistakes(str(folder), CONFIG, layer_scores(ScoreConfig(), 3), 16, str(path))
+    assert re.search(sentence, flaw)
+    with pytest.raises(WeightsError, match=sentence):
+        start_from(str(folder))._replace(tokenizer=str(path)).load_tokenizer()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +156,7 @@ def test_a_file_a_run_and_a_folder_that_is_not_there_are_named(folder, tmp_path)
         (tmp_path / "no", "is no folder"),
         (tmp_path / "run", "is a run folder; continue it with resume="),
     ):
-        (sentence,) = folder_mistakes(str(source), CONFIG, (), 16, None)
+        (sentence,) = folder_mistakes(str(source), CONFIG, (), 16, "bpe")
         assert named in sentence
 
 
@@ -153,6 +181,55 @@ def test_missing_damaged_and_pickled_weights_are_named(folder, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
     with pytest.raises(WeightsError, match="cannot be read"):
         load_gpt2(build(), str(tmp_path))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_nanogpts_checkpoint_has_the_logits_of_its_model(tmp_path, bias, as_folder):
+    """Its model is GPT-2's with the exact GELU, matrices that are not transposed, and biases of zero if it has none."""
+    torch.manual_seed(0)
+    shape = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": VOCAB}
+    options = transformers.GPT2Config(**shape, n_positions=POSITIONS, activation_function="gelu")
+    theirs, weights = transformers.GPT2LMHeadModel(options).eval(), {}
+    for name, x in theirs.named_parameters():
+        x.add_(0.1 * torch.randn_like(x))
+        x.mul_(bias or not name.endswith("bias"))
+        if bias or not name.endswith("bias"):
+            matrix = x.ndim == 2 and ".h." in name
+            weights[f"_orig_mod.{name}"] = (x.T if matrix else x).clone()
+    weights["_orig_mod.lm_head.weight"] = weights["_orig_mod.transformer.wte.weight"]
+    content = {"model": weights, "model_args": shape | {"block_size": POSITIONS, "bias": bias, "dropout": 0.0}}
+    torch.save(content | {"optimizer": {}, "iter_num": 3, "best_val_loss": torch.tensor(1.0)}, tmp_path / "ckpt.pt")
+    source = str(tmp_path if as_folder else tmp_path / "ckpt.pt")
+    start = start_from(source)
+    assert start.options()["model.mlp"] == "gelu_exact"
+    model = build(start.settings.model, VOCAB, start.settings.longest)
+    load_gpt2(model, source)
+    torch.testing.assert_close(model(tokens()), theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
+    scores = layer_scores(ScoreConfig(), 2)
+    assert not list(folder_mistakes(source, start.settings.model, scores, POSITIONS, "bpe"))
+
+
+class Harmful:
+    def __reduce__(self):
+        return Path.touch, (Path("harm"),)
+
+
+def test_pickles_of_others_are_refused_by_name_and_not_run(here):
+    torch.save({"model": {}, "model_args": {}, "more": Harmful()}, here / "ckpt.pt")
+    torch.save({"state_dict": {}}, here / "other.pt")
+    torch.save({"transformer.wte.weight": torch.zeros(1)}, here / "model_000700.pt")
+    for name, named in (
+        ("ckpt.pt", "ckpt.pt holds more than tensors or is damaged; load it in the library that wrote it"),
+        ("other.pt", "other.pt is no checkpoint of nanoGPT; load it in the library that wrote it, and name the folder"),
+        ("model_000700.pt", "is a checkpoint of nanochat, which is not read; train model=nanochat, or name a folder"),
+    ):
+        (sentence,) = folder_mistakes(name, CONFIG, (), 16, "bpe")
+        assert named in sentence
+        with pytest.raises(WeightsError, match=re.escape(named)):
+            start_from(name)
+    assert not (here / "harm").exists()
 
 
 def test_a_name_that_the_hub_does_not_give_is_named():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import tokenizers
 from data.chat import ChatTemplate, end_at_answers
 from data.own_tokenizer import OwnTokenizer
 from data.tokenizers import bytes_tokenizer, ends_of
+from model.options import GPTConfig
 from recipe.infer.generation.text import Text
 from recipe.infer.huggingface.starting import Start
 
@@ -85,7 +87,7 @@ def test_a_text_ends_where_an_answer_of_the_runs_conversations_does(tmp_path: Pa
 def test_a_text_ends_where_transformers_ends_one_of_the_folders_model(given: Any, ends: set[int], tmp_path: Path):
     own_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
-    settings: Any = None
+    settings: Any = SimpleNamespace(model=GPTConfig(vocab_size=3))
     tokenizer = Start(tmp_path, settings, str(tmp_path / "tokenizer.json")).load_tokenizer()
     assert isinstance(tokenizer, OwnTokenizer)
     assert ends_of(tokenizer) == ends
