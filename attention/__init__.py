@@ -19,6 +19,7 @@ from .naive import NaiveAttention
 from .options import Ablation, AttentionConfig, DropoutRng, KernelPath, ProductPrecision, SDPABackend
 from .score import Score, ScoreError
 from .tiled import TiledAttention
+from .watch import watch
 
 __version__ = "0.2.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "keep_mask",
     "packed",
     "varlen",
+    "watch",
 ]
 
 IMPLEMENTATIONS: dict[str, type[Attention]] = {

@@ -1,0 +1,475 @@
+"""The attention of a running model, judged against fp64 while it trains.
+
+>>> from gpt_attention import watch
+>>> with watch(every=100, log=print):
+...     trainer.train()
+
+At steps 1, 101, 201, ... of the optimizer one call of attention is taken from the model, of another layer each time: q,
+k, v, the output and, in the backward pass, the gradients. The judge of `gpt-attention check` compares them with fp64
+(check/judge.py). Calls of torch's scaled_dot_product_attention are seen, and those of transformers' eager, sdpa and
+flex_attention. The model computes the same bits as without watch.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .check.formula import Problem
+from .check.judge import Verdict, judge
+from .errors import AttentionError
+
+# As many sequences are compared at a step as have so many pairs of a query and a key in all heads, at least one.
+PAIRS = 2**20
+TF32_EPS = 2**-10
+NO_CALL = (
+    "no call of attention with gradients was seen: train without torch.compile and without reentrant checkpoints, by "
+    "torch's scaled_dot_product_attention or transformers' eager, sdpa or flex_attention"
+)
+Attend = Callable[[Tensor, Tensor, Tensor], Any]  # q, k, v to the result of the model's function
+
+
+@contextmanager
+def watch(every: int = 100, log: Callable[[dict[str, Any]], object] = print) -> Iterator[None]:
+    """Within the block the attention of the model that trains is judged at each `every`-th step of its optimizer.
+
+    log  takes a Line for each watched step: a dict for `wandb.log`, which `print` shows as a sentence
+
+    Raises AttentionError if `every` is not positive.
+    """
+    if every < 1:
+        raise AttentionError(f"watch(every={every}) needs a positive number of steps, such as 100.")
+    watcher = Watcher(every, log)
+    with ExitStack() as restore:
+        hook = register_optimizer_step_post_hook(watcher.stepped)
+        restore.callback(hook.remove)
+        for owner, name, function in replacements(watcher):
+            restore.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        yield
+
+
+def replacements(watcher: Watcher) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Where a module has a name for torch's function, or transformers looks functions up, and what stands in for it."""
+    sdpa = F.scaled_dot_product_attention
+    watched = watcher.sdpa(sdpa)
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and not module.__name__.startswith("torch._"):
+            for name, value in list(vars(module).items()):
+                if value is sdpa:
+                    yield module, name, watched
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is not None:
+        interface = transformers.AttentionInterface
+        yield interface, "get_interface", watcher.interface(interface.get_interface)
+
+
+class Line(dict[str, Any]):
+    """What a watched step showed.
+
+    watch/step        of the optimizer, from 1
+    watch/layer       the module's name, or the number of the call
+    watch/shape       of q, k and v
+    watch/error       the largest error of a row, as a share of what rounding explains: above 1 it is wrong
+    watch/worst       its place
+    watch/wrong       what attention got wrong
+    watch/not_finite  the tensors with values that are not finite
+    watch/not_judged  what was not compared, with the reason
+
+    What does not apply is left out.
+    """
+
+    def __str__(self) -> str:
+        parts = [", ".join(str(self[f"watch/{name}"]) for name in ("layer", "shape") if f"watch/{name}" in self)]
+        if "watch/wrong" in self:
+            parts.append(f"WRONG: {self['watch/wrong']}")
+        if "watch/error" in self:
+            error, worst = self["watch/error"], self["watch/worst"]
+            parts.append(f"the largest error is {error:.3g} of what rounding explains, {worst}")
+        if "watch/not_finite" in self:
+            parts.append(f"not finite: {self['watch/not_finite']}")
+        if "watch/not_judged" in self:
+            parts.append(f"not judged: {self['watch/not_judged']}")
+        return f"attention at step {self['watch/step']}: " + "; ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a call is to compute.
+
+    mask     broadcasts to (B, H, T, S): True or a number to add where a query sees a key
+    causal   query i sees the keys up to i
+    pairs    a mask function of FlexAttention, or None
+    dropout  the probability of dropping a weight
+    """
+
+    scale: float | None
+    mask: Tensor | None = None
+    causal: bool = False
+    pairs: Callable[..., Tensor] | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+
+
+@dataclass
+class Taken:
+    """A call of the model.
+
+    values     q, k, v and out, in the backward pass also do, dq, dk and dv, all (B, H, T, D)
+    sequences  those that are compared
+    keep       their weights that dropout keeps; None: all
+    needs      the gradients that the backward pass computes
+    unseen     why it cannot be judged, or None
+    """
+
+    layer: str
+    meaning: Meaning | None
+    values: dict[str, Tensor]
+    sequences: slice = field(default_factory=lambda: slice(0, 0))
+    keep: Tensor | None = None
+    unseen: str | None = None
+    needs: list[str] = field(default_factory=list)
+
+    def problem(self, heads: slice) -> Problem:
+        """The judge's problem for some of the sample's query heads."""
+        meaning, q, k = self.meaning, self.values["q"], self.values["k"]
+        assert meaning is not None
+        T, S, shift = q.shape[2], k.shape[2], None
+        seen = torch.ones(1, 1, T, S, dtype=torch.bool, device=q.device)
+        if meaning.causal:
+            seen = seen.tril()
+        if meaning.mask is not None:
+            x = meaning.mask[(None,) * (4 - meaning.mask.ndim)][..., :S]
+            x = x if x.shape[0] == 1 else x[self.sequences]
+            x = x if x.shape[1] == 1 else x[:, heads]
+            if x.dtype is torch.bool:
+                seen = seen & x
+            else:
+                # The lowest number hides a key, unless it stands at all keys of a query: then all weights are equal.
+                low = x < torch.finfo(x.dtype).min / 2
+                hidden = low & (~low.all(dim=-1, keepdim=True) | x.isinf())
+                seen, shift = seen & ~hidden, x.masked_fill(hidden, 0.0)
+        if meaning.pairs is not None:
+            seen = seen & flex_mask(meaning.pairs, self.sequences, heads, T, S, q.device)
+        return Problem(
+            scale=1 / math.sqrt(q.shape[-1]) if meaning.scale is None else meaning.scale,
+            seen=seen,
+            soft_cap=meaning.soft_cap,
+            shift=shift,
+            sinks=None if meaning.sinks is None else meaning.sinks[heads],
+            keep=None if self.keep is None else self.keep[:, heads],
+            keep_scale=1.0 if self.keep is None else 1 / (1 - meaning.dropout),
+        )
+
+    def line(self, step: int) -> Line:
+        """The judgement, after the backward pass."""
+        shapes = [f"{name} {tuple(self.values[name].shape)}" for name in "qkv"]
+        precision = str(self.values["q"].dtype).removeprefix("torch.")
+        line = Line({"watch/step": step, "watch/layer": self.layer, "watch/shape": f"{', '.join(shapes)} {precision}"})
+        broken = {name: int((~x.isfinite()).sum()) for name, x in self.values.items()}
+        broken = {name: count for name, count in broken.items() if count}
+        wrong = []
+        if broken:
+            line["watch/not_finite"] = ", ".join(f"{n} ({c} of {self.values[n].numel()})" for n, c in broken.items())
+            wrong += [f"{name} is not finite" for name in attentions(broken)]
+        unseen = [] if self.unseen is None else [self.unseen]
+        if broken.keys() & {"q", "k", "v"}:
+            unseen.append("q, k or v is not finite")
+        if not unseen:
+            verdicts = self.verdicts(broken, unseen)
+            if verdicts:
+                worst = max(verdicts, key=lambda verdict: verdict.share)
+                line |= {"watch/error": worst.share, "watch/worst": f"{worst.name} of {worst.place()}"}
+                wrong += [f"{x.name} of {x.place()} is {x.error:.3g} off" for x in verdicts if not x.passes]
+        if wrong:
+            line["watch/wrong"] = ", ".join(wrong)
+        if unseen:
+            line["watch/not_judged"] = "; ".join(unseen)
+        return line
+
+    def verdicts(self, broken: dict[str, int], unseen: list[str]) -> list[Verdict]:
+        """The verdicts on what can be compared; adds the rest to `unseen`."""
+        absent = [name for name in ("do", *self.needs) if name not in self.values]
+        if absent:
+            unseen.append(f"gradients: the backward pass did not reach {', '.join(absent)}")
+        elif "do" in broken:
+            unseen.append("gradients: that of the output is not finite")
+        names = ["out", *([] if unseen else self.needs)]
+        part = {name: x[self.sequences] for name, x in self.values.items()}
+        # Under autocast the function gets fp32 and computes in 16 bits.
+        dtype = max((part["q"].dtype, part["out"].dtype), key=lambda dtype: torch.finfo(dtype).eps)
+        q, k, v = (part[name].to(dtype) for name in "qkv")
+        do = part["do"].to(dtype) if len(names) > 1 else torch.zeros_like(part["out"], dtype=dtype)
+        tf32 = dtype is torch.float32 and q.is_cuda and torch.get_float32_matmul_precision() != "highest"
+        try:
+            found = judge(q, k, v, do, self.problem, {name: part[name] for name in names}, TF32_EPS if tf32 else None)
+        except torch.OutOfMemoryError:
+            unseen.append("too little memory is free")
+            return []
+        first = self.sequences.start
+        return [replace(verdict, row=(verdict.row[0] + first, *verdict.row[1:])) for verdict in found]
+
+
+def attentions(broken: Collection[str]) -> list[str]:
+    """Of a call's tensors that are not finite, those that attention made so from finite ones."""
+    if {"q", "k", "v"} & set(broken):
+        return []
+    return [name for name in broken if name == "out" or (name != "do" and "do" not in broken)]
+
+
+def flex_mask(
+    function: Callable[..., Tensor], sequences: slice, heads: slice, T: int, S: int, device: torch.device
+) -> Tensor:
+    """A mask function of FlexAttention for some sequences and heads, (B, H, T, S) bool."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return function(b + sequences.start, h + heads.start, i, j)
+
+    B, H = sequences.stop - sequences.start, heads.stop - heads.start
+    return create_mask(mask, B, H, T, S, device=str(device))
+
+
+class Watcher:
+    """Counts steps, chooses calls and takes them.
+
+    step        the number of steps made
+    judged      for each layer that was seen, how often it was judged
+    calls       seen in this step
+    taken       the call of this step, or None
+    others      the layer, shape of q and finite tensors of its other calls
+    inside      whether a function that is watched runs: it may call another
+    optimizers  the one whose steps count, then those that stepped after it
+    """
+
+    def __init__(self, every: int, log: Callable[[dict[str, Any]], object]) -> None:
+        self.every, self.log = every, log
+        self.step, self.calls, self.inside = 0, 0, False
+        self.judged: dict[str, int] = {}
+        self.taken: Taken | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.others: list[tuple[str, str, dict[str, Tensor]]] = []
+
+    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """torch's hook after a step of any optimizer. Of several, the steps of one count."""
+        if self.optimizers and optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+            return
+        self.optimizers = [optimizer]  # if it is not the first, that one is no longer in use
+        if self.step % self.every == 0:
+            line = Line({"watch/step": self.step + 1, "watch/not_judged": NO_CALL})
+            line = line if self.taken is None else self.taken.line(self.step + 1)
+            for layer, shape, finite in self.others:
+                broken = [name for name, flag in finite.items() if not flag]
+                wrong = [f"{name} of {layer}, q {shape}, is not finite" for name in attentions(broken)]
+                if wrong:
+                    line["watch/wrong"] = ", ".join([*filter(None, [line.get("watch/wrong")]), *wrong])
+            self.log(line)
+        self.step, self.calls, self.taken, self.others = self.step + 1, 0, None, []
+
+    def sdpa(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """torch's scaled_dot_product_attention, watched."""
+
+        def scaled_dot_product_attention(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Tensor:
+            options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+            attend = partial(function, **options, scale=scale, enable_gqa=enable_gqa)
+            if torch.compiler.is_compiling():
+                return attend(query, key, value)
+            meaning = Meaning(scale, attn_mask, is_causal, dropout=dropout_p)
+            return self.observe(attend, (query, key, value), meaning)
+
+        return scaled_dot_product_attention
+
+    def interface(self, get_interface: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+        """transformers' choice of an attention function, which gives watched ones."""
+
+        def get(self_: Any, attn_implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+            function, name = get_interface(self_, attn_implementation, default), attn_implementation or "eager"
+            if torch.compiler.is_compiling() or name not in ("eager", "sdpa", "flex_attention"):
+                return function
+
+            def attention(
+                module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **others: Any
+            ) -> Any:
+                def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+                    return function(module, q, k, v, attention_mask, **others)
+
+                meaning = meaning_of(name, module, query, attention_mask, others)
+                return self.observe(attend, (query, key, value), meaning, module)
+
+            return attention
+
+        return get
+
+    def observe(
+        self, attend: Attend, inputs: tuple[Tensor, ...], meaning: Meaning | str, module: nn.Module | None = None
+    ) -> Any:
+        """The result of attend(q, k, v), and the call if it is the one to take.
+
+        meaning  or the reason why the call cannot be judged
+        """
+        if self.step % self.every or self.inside:
+            return attend(*inputs)
+        self.inside = True
+        try:
+            learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+            if not learns or torch._C._current_graph_task_id() != -1:  # evaluation, or activations computed again
+                return attend(*inputs)
+            self.calls += 1
+            layer = layer_of(module) or f"call {self.calls}"
+            count = self.judged.setdefault(layer, 0)
+            if self.taken is not None or count > min(self.judged.values()):
+                finite = {name: x.detach().isfinite().all() for name, x in zip("qkv", inputs, strict=True)}
+                self.others.append((layer, str(tuple(inputs[0].shape)), finite))
+                return tap(attend, inputs, lambda name, x: finite.update({name: x.detach().isfinite().all()}))
+            self.judged[layer] = count + 1
+            result, self.taken = take(layer, attend, inputs, meaning, sum(self.judged.values()) - 1)
+            return result
+        finally:
+            self.inside = False
+
+
+def meaning_of(name: str, module: nn.Module, query: Tensor, mask: Any, others: dict[str, Any]) -> Meaning | str:
+    """What an attention function of transformers is to compute, or why that is not known."""
+    for argument in ("position_bias", "sinks"):
+        if others.get(argument) is not None:
+            return f"a call with {argument}"
+    dropout = others.get("dropout", 0.0) if module.training or name == "sdpa" else 0.0
+    soft_cap, sinks = others.get("softcap"), others.get("s_aux")
+    causal, pairs, tensor = False, None, None
+    if hasattr(mask, "mask_mod"):
+        pairs = mask.mask_mod
+    elif isinstance(mask, Tensor):
+        tensor = mask
+    elif mask is not None:
+        return f"a mask of type {type(mask).__name__}"
+    elif name == "sdpa" and query.shape[2] > 1:
+        asked = others.get("is_causal")
+        causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
+    return Meaning(others.get("scaling"), tensor, causal, pairs, soft_cap, sinks, dropout)
+
+
+def layer_of(module: nn.Module | None) -> str | None:
+    """The name, in the model whose forward pass runs, of a module, or else of the innermost one in that pass."""
+    frame: FrameType | None = sys._getframe(1)
+    running = []
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("self",):
+            running.append(frame.f_locals["self"])
+        frame = frame.f_back
+    running = [x for x in running if isinstance(x, nn.Module)]
+    names = {id(x): name for name, x in running[-1].named_modules()} if running else {}
+    return names.get(id(module or running[0])) if names else None
+
+
+def take(
+    layer: str, attend: Attend, inputs: tuple[Tensor, ...], meaning: Meaning | str, number: int
+) -> tuple[Any, Taken]:
+    """The result of attend(q, k, v), and the call, to which the backward pass will add gradients."""
+    q, k, v = inputs
+    values = {name: x.detach().clone() for name, x in zip("qkv", inputs, strict=True)}
+    reason = meaning if isinstance(meaning, str) else unknown_shapes(q, k, v)
+    if reason is not None or isinstance(meaning, str):
+        return attend(*inputs), Taken(layer, None, values, unseen=reason)
+    if meaning.sinks is not None:  # a parameter, which the optimizer will change
+        meaning = replace(meaning, sinks=meaning.sinks.detach().clone())
+    needs = ["d" + name for name, x in zip("qkv", inputs, strict=True) if x.requires_grad]
+    B, H, T, _ = q.shape
+    n = max(1, min(B, PAIRS // (H * T * k.shape[2])))
+    first = number % (B - n + 1)
+    taken = Taken(layer, meaning, values, slice(first, first + n), needs=needs)
+
+    generator = generator_of(q.device)
+    before = generator.get_state()
+    result = tap(attend, inputs, lambda name, x: values.update({name: x.detach().clone()}))
+    if meaning.dropout:
+        after = generator.get_state()
+        try:
+            taken.keep = kept_weights(attend, taken, lambda: generator.set_state(before))
+        finally:
+            generator.set_state(after)
+        if taken.keep is None:
+            taken.unseen = "dropout, whose mask does not come back with the generator's state"
+    return result, taken
+
+
+def tap(attend: Attend, inputs: tuple[Tensor, ...], see: Callable[[str, Tensor], None]) -> Any:
+    """The result of attend(q, k, v); see(name, x) is called with out, in the backward pass with do, dq, dk and dv."""
+    # Views, whose gradients are those of this call alone. The backward pass adds them in the order of q, k and v, as
+    # without views, because it visits first what was made last.
+    views = list(inputs)
+    for i in (2, 1, 0):
+        if inputs[i].requires_grad:
+            views[i] = inputs[i].view_as(inputs[i])
+            views[i].register_hook(partial(see, "d" + "qkv"[i]))
+    result = attend(*views)
+    see("out", out_of(result))
+    swapped = isinstance(result, tuple)
+    out = result[0] if swapped else result
+    if out.requires_grad:
+        out.register_hook(lambda x: see("do", x.transpose(1, 2) if swapped else x))
+    return result
+
+
+def unknown_shapes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why tensors cannot be judged, or None."""
+    if any(type(x) not in (Tensor, nn.Parameter) for x in (q, k, v)):
+        return f"tensors of type {type(q).__name__}"
+    if q.ndim != 4 or k.ndim != 4 or k.shape[:3] != v.shape[:3] or len(q) != len(k) or 0 in (*q.shape, *k.shape):
+        return "shapes other than q (B, H, T, D) and k, v (B, H_kv, S, D)"
+    return None
+
+
+def out_of(result: Any) -> Tensor:
+    """The output, (B, H, T, D), of torch's function or of one of transformers."""
+    return result[0].transpose(1, 2) if isinstance(result, tuple) else result
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The one from which functions without a generator draw."""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.get_device_module(device).default_generators[device.index or 0]
+
+
+@torch.no_grad()
+def kept_weights(attend: Attend, taken: Taken, rewind: Callable[[], object]) -> Tensor | None:
+    """Which weights of the sequences dropout kept, (B, H, T, S) bool; None if the output does not come back.
+
+    With q = 0 no weight that a query sees is zero, and with one-hot rows in v the output shows the weights.
+    """
+    q, k, v = (taken.values[name] for name in "qkv")
+    S, D = k.shape[2], v.shape[-1]
+    rewind()
+    if not torch.equal(out_of(attend(q, k, v)), taken.values["out"]):
+        return None
+    kept = []
+    for first in range(0, S, D):
+        n = min(D, S - first)
+        one_hot, column = torch.zeros_like(v), torch.arange(n, device=v.device)
+        one_hot[:, :, first + column, column] = 1
+        rewind()
+        kept.append(out_of(attend(torch.zeros_like(q), k, one_hot))[taken.sequences, ..., :n] != 0)
+    return torch.cat(kept, dim=-1)

@@ -1,0 +1,377 @@
+"""Judging the attention of a model that trains: right calls pass, planted faults are flagged, no bit changes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention import AttentionError, watch
+from attention.watch import Line
+
+SDPA = F.scaled_dot_product_attention
+T, WIDTH, HEADS = 24, 32, 4
+
+
+class Layer(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.qkv, self.out, self.options = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, **self.options)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3, **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer(**({"is_causal": True} | options)) for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def train(
+    model: nn.Module, steps: int, loss: Callable[[Any], Tensor] | None = None, inputs: Any = None
+) -> list[Tensor]:
+    """The losses, and at the end the parameters."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, T, WIDTH, dtype=next(model.parameters()).dtype) if inputs is None else inputs
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = model(x).square().mean() if loss is None else loss(model(x))
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+    return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+
+def build(**options: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+def watched(model: nn.Module, steps: int = 3, **run: Any) -> list[Line]:
+    """The lines of a run of which each step is watched."""
+    lines: list[Any] = []
+    with watch(every=1, log=lines.append):
+        train(model, steps, **run)
+    assert len(lines) == steps
+    return lines
+
+
+def right(lines: list[Line]) -> None:
+    for line in lines:
+        assert "watch/wrong" not in line, line
+        assert 0 < line["watch/error"] <= 1
+        assert line.keys() <= {f"watch/{name}" for name in ("step", "layer", "shape", "error", "worst")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_right_calls_are_not_accused_and_each_step_has_another_layer(dtype: torch.dtype):
+    lines = watched(build().to(dtype), 4)
+    right(lines)
+    assert [line["watch/layer"] for line in lines] == ["layers.0", "layers.1", "layers.2", "layers.0"]
+    name = str(dtype).removeprefix("torch.")
+    assert lines[0]["watch/shape"] == f"q (2, 4, 24, 8), k (2, 4, 24, 8), v (2, 4, 24, 8) {name}"
+
+
+def test_every_nth_step_has_one_line_which_print_shows(capsys: pytest.CaptureFixture[str]):
+    with watch(every=2):
+        train(build(), 5)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [f"attention at step {step}" for step in (1, 3, 5)]
+    assert "layers.1, q (2, 4, 24, 8)" in lines[1]
+    assert "of what rounding explains" in lines[1]
+    assert F.scaled_dot_product_attention is SDPA
+
+
+def mask(hides: Tensor, low: float) -> Tensor:
+    return torch.zeros(hides.shape).masked_fill(hides, low)
+
+
+LATER = torch.ones(T, T, dtype=torch.bool).triu(1)
+FAR = torch.rand(2, 1, T, T, generator=torch.Generator().manual_seed(2)) < 0.5
+EMPTY = LATER | (torch.arange(T) < 3)  # the first queries see no key
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": False},
+        {"is_causal": False, "attn_mask": ~LATER},
+        {"is_causal": False, "attn_mask": mask(LATER, -torch.inf)},
+        {"is_causal": False, "attn_mask": mask(FAR, torch.finfo(torch.float32).min)},
+        {"is_causal": False, "attn_mask": ~EMPTY},
+        {"is_causal": False, "attn_mask": torch.randn(HEADS, T, T, generator=torch.Generator().manual_seed(3))},
+        {"scale": 0.7},
+    ],
+)
+def test_masks_and_scales_are_judged_as_torch_defines_them(options: dict[str, Any]):
+    right(watched(build(**options)))
+
+
+def test_under_autocast_the_computed_precision_is_judged():
+    def loss(out: Tensor) -> Tensor:
+        return out.float().square().mean()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        right(watched(build(), loss=loss))
+
+
+def wrong(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """SDPA through `change(q, k, v, options)`."""
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return change(q, k, v, options)
+
+    return sdpa
+
+
+def hooked(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    x = x.view_as(x)
+    x.register_hook(change)
+    return x
+
+
+def nan_at_the_end(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[-1, -1, -1, -1] = math.nan
+    return x
+
+
+FAULTS: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "scale": (lambda q, k, v, o: SDPA(1.01 * q, k, v, **o), "out of"),
+    "mask": (lambda q, k, v, o: SDPA(q, k, v, **(o | {"is_causal": False})), "out of"),
+    "one key more": (lambda q, k, v, o: SDPA(q, k, v, attn_mask=torch.ones(T, T).tril(1).bool()), "out of"),
+    "dropout": (lambda q, k, v, o: SDPA(q, k, v, **(o | {"dropout_p": 0.1})), "out of"),
+    "dq is NaN": (
+        lambda q, k, v, o: SDPA(hooked(q, nan_at_the_end), k, v, **o),
+        "dq of layers.2, q (2, 4, 24, 8), is not finite",
+    ),
+    "out is NaN": (lambda q, k, v, o: nan_at_the_end(SDPA(q, k, v, **o)), "out is not finite"),
+    "dk": (lambda q, k, v, o: SDPA(q, hooked(k, lambda x: 1.01 * x), v, **o), "dk of"),
+    "dv": (lambda q, k, v, o: SDPA(q, k, hooked(v, lambda x: x.roll(1, 2)), **o), "dv of"),
+    "one row of dq": (lambda q, k, v, o: SDPA(hooked(q, row_off), k, v, **o), "dq of sequence 1, head 2, query 13"),
+}
+
+
+def row_off(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[1, 2, 13] *= 1.001
+    return x
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_calls_are_flagged_at_once(fault: str, monkeypatch: pytest.MonkeyPatch):
+    change, what = FAULTS[fault]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrong(change))
+    line = watched(build(), 1)[0]
+    assert "watch/wrong" in line
+    assert what in line["watch/wrong"]
+    assert "step 1" in str(line)
+    assert "layers.0" in str(line)
+    assert "WRONG" in str(line)
+
+
+def test_values_that_are_not_finite_are_named_and_not_laid_at_attentions_door():
+    model = build()
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = math.inf
+    line = watched(model, 1)[0]
+    assert "watch/wrong" not in line
+    assert line["watch/not_finite"].startswith("q (")
+    assert "q, k or v is not finite" in line["watch/not_judged"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mask_of_dropout_is_read_by_replay(dtype: torch.dtype):
+    right(watched(build(dropout_p=0.3).to(dtype)))
+
+
+def test_dropout_that_keeps_the_wrong_scale_is_flagged(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrong(lambda q, k, v, o: 0.9 * SDPA(q, k, v, **o)))
+    assert "watch/wrong" in watched(build(dropout_p=0.1), 1)[0]
+
+
+def test_dropout_that_does_not_come_back_is_not_judged(monkeypatch: pytest.MonkeyPatch):
+    draws = torch.Generator().manual_seed(5)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        dropped = torch.rand(T, T, generator=draws) < options["dropout_p"]
+        return (q @ k.mT).softmax(-1).masked_fill(dropped, 0.0) @ v
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrong(attend))
+    line = watched(build(dropout_p=0.5), 1)[0]
+    assert "watch/wrong" not in line
+    assert "does not come back" in line["watch/not_judged"]
+    assert "watch/error" not in line
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"attn_mask": ~LATER, "is_causal": False}])
+def test_a_run_computes_the_same_bits_with_and_without(options: dict[str, Any]):
+    expected = train(build(**options), 4)
+    with watch(every=1, log=lambda line: None):
+        got = train(build(**options), 4)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+def test_one_tensor_for_q_k_and_v_gets_the_same_gradient_and_each_is_judged_alone():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = nn.Parameter(torch.randn(2, 3, T, 8, generator=torch.Generator().manual_seed(0)))
+
+        def forward(self, _: Tensor) -> Tensor:
+            x = self.x * 1.5
+            return x + F.scaled_dot_product_attention(x, x, x)
+
+    expected = train(Shared(), 3)
+    lines: list[Any] = []
+    with watch(every=1, log=lines.append):
+        got = train(Shared(), 3)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    right(lines)
+
+
+def test_of_a_large_call_one_sequence_is_judged_another_each_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules[Line.__module__], "PAIRS", 1)
+    right(watched(build()))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrong(FAULTS["one row of dq"][0]))
+    first, second = watched(build(), 2)
+    assert "watch/wrong" not in first
+    assert "dq of sequence 1, head 2, query 13" in second["watch/wrong"]
+
+
+def test_of_two_optimizers_the_steps_of_one_count():
+    lines: list[Any] = []
+    model = build()
+    halves = list(model.layers[0].parameters()), list(model.layers[1].parameters())
+    optimizers = [torch.optim.SGD(half, lr=0.1) for half in halves]
+    with watch(every=2, log=lines.append):
+        for _ in range(3):
+            model(torch.randn(2, T, WIDTH)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert [line["watch/step"] for line in lines] == [1, 3]
+
+
+def test_evaluation_and_recomputed_activations_are_passed_over():
+    class Saving(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.layers(x)
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    right(watched(Saving()))
+
+
+def compiled() -> nn.Module:
+    model = build(layers=1)
+    model.compile(backend="aot_eager")
+    return model
+
+
+def test_a_compiled_model_is_refused_in_a_sentence_and_keeps_its_bits():
+    expected = train(compiled(), 2)
+    lines: list[Any] = []
+    with watch(every=1, log=lines.append):
+        got = train(compiled(), 2)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    assert [set(line) for line in lines] == [{"watch/step", "watch/not_judged"}] * 2
+    assert "train without torch.compile" in str(lines[0])
+
+
+def test_a_number_of_steps_that_is_not_positive_is_refused():
+    with pytest.raises(AttentionError, match=r"watch\(every=0\) needs a positive number of steps"), watch(every=0):
+        pass
+
+
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "head_dim": 8}
+SMALL |= {"intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 64, "pad_token_id": 0}
+
+
+def of_transformers(kind: str, name: str, **options: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    configuration = getattr(transformers, f"{kind}Config")(**(SMALL | options))
+    return transformers.AutoModelForCausalLM.from_config(configuration, attn_implementation=name).train()
+
+
+class Padded(nn.Module):
+    """A model on tokens, of which the first sequence ends or begins with padding."""
+
+    def __init__(self, model: nn.Module, left: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.tokens = torch.randint(1, 61, (2, T), generator=torch.Generator().manual_seed(1))
+        self.real = torch.ones(2, T, dtype=torch.long)
+        self.real[0, slice(0, 5) if left else slice(-5, None)] = 0
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.model(self.tokens, attention_mask=self.real).logits
+
+
+KINDS = [("Llama", "eager"), ("Llama", "sdpa"), ("Gemma2", "eager"), ("GptOss", "eager")]
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(("kind", "name"), KINDS)
+def test_transformers_attention_functions_are_right(kind: str, name: str, left: bool):
+    lines = watched(Padded(of_transformers(kind, name), left), 2)
+    right(lines)
+    assert [line["watch/layer"] for line in lines] == [f"model.model.layers.{i}.self_attn" for i in (0, 1)]
+    assert "k (2, 2, 24, 8)" in lines[0]["watch/shape"]
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_transformers_dropout_is_replayed_and_the_run_keeps_its_bits(name: str):
+    expected = train(Padded(of_transformers("Llama", name, attention_dropout=0.2)), 3)
+    lines: list[Any] = []
+    with watch(every=1, log=lines.append):
+        got = train(Padded(of_transformers("Llama", name, attention_dropout=0.2)), 3)
+    right(lines)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+def test_wrong_functions_of_transformers_are_flagged(monkeypatch: pytest.MonkeyPatch):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    eager = llama.eager_attention_forward
+
+    def off(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+        return eager(module, q, k, v, mask, **(options | {"scaling": 1.01 * options["scaling"]}))
+
+    monkeypatch.setattr(llama, "eager_attention_forward", off)
+    assert "watch/wrong" in watched(Padded(of_transformers("Llama", "eager")), 1)[0]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrong(lambda q, k, v, o: SDPA(1.01 * q, k, v, **o)))
+    assert "watch/wrong" in watched(Padded(of_transformers("Llama", "sdpa")), 1)[0]
+
+
+def test_flex_attention_of_transformers_is_judged_by_its_mask_function(monkeypatch: pytest.MonkeyPatch):
+    """FlexAttention has no backward pass on a CPU: a formula stands in for it."""
+    modeling = pytest.importorskip("transformers.modeling_utils")
+    later = [0]
+
+    def formula(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+        b, i, j = (torch.arange(n) for n in (2, T, T))
+        seen = mask.mask_mod(b[:, None, None], 0, i[:, None] + later[0], j)[:, None]
+        k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+        s = (scaling * q @ k.mT).masked_fill(~seen, -torch.inf)
+        return (s.softmax(-1) @ v).transpose(1, 2), None
+
+    monkeypatch.setitem(modeling.AttentionInterface._global_mapping, "flex_attention", formula)
+    right(watched(Padded(of_transformers("Llama", "flex_attention")), 2))
+    later[0] = -1
+    assert "watch/wrong" in watched(Padded(of_transformers("Llama", "flex_attention")), 1)[0]
