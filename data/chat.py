@@ -180,21 +180,22 @@ def mistakes(row: Row) -> Iterator[str]:
         yield "has no answer: no message with the role assistant"
 
 
-def chat_encoder(tokenizer: OwnTokenizer) -> Callable[[Row], tuple[np.ndarray, np.ndarray]]:
-    """A function from a row to its tokens and, for each token, 1 in an answer and 0 elsewhere, both 1-D unsigned.
+def chat_encoder(tokenizer: OwnTokenizer) -> Callable[[Row], tuple[np.ndarray, np.ndarray, int]]:
+    """A function from a row to its tokens and, for each token, 1 in an answer and 0 elsewhere, both 1-D unsigned; and
+    the number of characters that they do not give back.
 
     The name of a special token in a text becomes this token, as in transformers.
     """
     model = tokenizers.Tokenizer.from_str(tokenizer.content)
     model.encode_special_tokens = False
 
-    def encode(row: Row) -> tuple[np.ndarray, np.ndarray]:
+    def encode(row: Row) -> tuple[np.ndarray, np.ndarray, int]:
         encoding = model.encode(row["text"], add_special_tokens=False)
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         marks = np.zeros(len(encoding.ids), np.uint8)
         for start, stop in row["answers"]:
             marks[(ends > start) & (begins < stop)] = 1
-        return np.array(encoding.ids, np.uint32), marks
+        return np.array(encoding.ids, np.uint32), marks, tokenizer.lost(encoding.ids, row["text"])
 
     return encode
 

@@ -19,7 +19,7 @@ import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,10 +57,14 @@ class Stream(NamedTuple):
 
 
 class Tokenised(NamedTuple):
-    """A row's tokens and, for a conversation, 1 for each token of an answer and 0 for others; both 1-D unsigned."""
+    """A row's tokens and, for a conversation, 1 for each token of an answer and 0 for others; both 1-D unsigned.
+
+    lost  characters that the tokens do not give back
+    """
 
     tokens: np.ndarray
     answers: np.ndarray | None = None
+    lost: int = 0
 
 
 class Corpus(ABC):
@@ -82,12 +86,19 @@ class Corpus(ABC):
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Row], Tokenised]:
         """row -> its tokens; threads can call it in parallel."""
+        if isinstance(tokenizer, OwnTokenizer):
+            return partial(_tokenised, tokenizer)
         encode = encoder(tokenizer)
         return lambda row: Tokenised(encode(row["text"]))
 
     def notices(self) -> list[str]:
         """Sentences about anything unexpected in how this text is used."""
         return []
+
+
+def _tokenised(tokenizer: OwnTokenizer, row: Row) -> Tokenised:
+    tokens = tokenizer.encode_ordinary(row["text"])
+    return Tokenised(np.array(tokens, np.uint32), lost=tokenizer.lost(tokens, row["text"]))
 
 
 def train_part(size: int, val_fraction: float) -> int:
@@ -319,17 +330,19 @@ class HubCorpus(Corpus):
 
     def rows(self) -> Iterator[Row]:
         fraction = self.config.val_fraction
-        for i, text in enumerate(self.texts()):
-            is_val = math.ceil((i + 1) * fraction) > math.ceil(i * fraction)  # the first, and evenly from there
+        number = 0
+        for text in self.texts():
+            # The first, and evenly from there.
+            is_val = math.ceil((number + 1) * fraction) > math.ceil(number * fraction)
             yield {"split": "val" if is_val else "train", "text": text, "opens": True}
+            number += bool(text)
 
     def texts(self) -> Iterator[str]:
-        """The text of every row that is not empty."""
+        """The text of every row, empty for null."""
         c = self.config
         try:
             for row in _hub_rows(str(c.hub), c.hub_subset, c.hub_split, c.hub_revision):
-                if text := text_of(row, c.text_field, str(c.hub)):
-                    yield text
+                yield text_of(row, c.text_field, str(c.hub))
         except DataError:
             raise
         except Exception as error:  # any kind: the hub's libraries raise dozens of different ones

@@ -53,8 +53,7 @@ def read_spans(spans: list[Span], text_field: str) -> Iterator[Row]:
         path = Path(span.path)
         if path.suffix in TABLES:
             for row in islice(table_rows(path), span.start, span.stop):
-                if text := text_of(row, text_field, span.path):
-                    yield {"split": span.split, "text": text, "opens": True}
+                yield {"split": span.split, "text": text_of(row, text_field, span.path), "opens": True}
         else:
             for i, text in enumerate(pieces(path, span.start, span.stop)):
                 yield {"split": span.split, "text": text, "opens": i == 0}

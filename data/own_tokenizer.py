@@ -6,6 +6,8 @@ It has the methods of tiktoken.Encoding that the recipe uses.
 from __future__ import annotations
 
 import json
+import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,6 +53,16 @@ class OwnTokenizer:
         vocabulary = self.model.get_vocab(with_added_tokens=True)
         self.eot_token, self.n_vocab = vocabulary[self.end], max(vocabulary.values()) + 1
         self.ends, self.begin = {self.eot_token}, self.eot_token
+        settings = json.loads(content)["model"]
+        self.unknown = settings.get("unk_id", vocabulary.get(settings.get("unk_token")))
+
+    def lost(self, tokens: Sequence[int], text: str) -> int:
+        """The characters of a text, but for white space, that its tokens do not give back."""
+        decoded = self.decode([token for token in tokens if token != self.unknown])
+        if decoded == text:
+            return 0
+        before, after = (Counter("".join(unicodedata.normalize("NFC", part).split())) for part in (text, decoded))
+        return (before - after).total()
 
     @property
     def content(self) -> str:

@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
 from rich.console import Console
 
@@ -37,9 +38,11 @@ from data.store import (
     digest,
     find_damage,
     load_position,
+    map_split,
     open_prepared,
     partial_folder,
     publish,
+    repeated,
     save_position,
     token_dtype,
     write_manifest,
@@ -146,6 +149,8 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus, recipe: dict[str, A
             "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.n_vocab, "end_of_text": tokenizer.eot_token},
             "dtype": token_dtype(tokenizer).str,
             "splits": counts,
+            "bytes": position.bytes,
+            "notes": list(_notes(config, position, partial, token_dtype(tokenizer))),
         }
         write_manifest(partial, content)
         publish(folder)
@@ -154,6 +159,21 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus, recipe: dict[str, A
         raise
     tokens = " and ".join(f"{counts[split]['tokens']:,} for {split}" for split in SPLITS)
     console.print(f"prepared data={config.name} with data.tokenizer={config.tokenizer}: {tokens}, in {folder}")
+    for note in content["notes"]:
+        console.print(note)
+
+
+def _notes(config: DataConfig, position: Position, folder: Path, dtype: np.dtype) -> Iterator[str]:
+    train, val = (map_split(folder, split, dtype) for split in SPLITS)
+    if count := repeated(train, val):
+        yield f"{count:,} of {len(val.documents):,} validation documents also stand in training."
+    if position.empty:
+        yield f"{position.empty:,} rows of data={config.name} are null or empty, and were left out."
+    if position.lost:
+        yield (
+            f"data.tokenizer={config.tokenizer} loses {position.lost:,} characters of the text, which tokens do not "
+            "give back; choose one that writes rare characters as bytes, or data.tokenizer=bpe."
+        )
 
 
 def _write_tokens(
@@ -188,10 +208,20 @@ def _write_tokens(
                 position.room = int(limit * stream.share)
             if position.room == 0:
                 continue
-            for row, (tokens, answers) in _in_threads(corpus, tokenizer, islice(stream.rows, position.rows, None)):
-                written = writers[row["split"]].write(tokens, row["opens"], position.room, answers)
-                done = len(row["text"]) if limit is None else written
-                position.rows, position.done = position.rows + 1, position.done + done
+            rows = islice(stream.rows, position.rows, None)
+            for row, (tokens, answers, lost) in _in_threads(corpus, tokenizer, rows):
+                position.rows += 1
+                if not row["text"]:
+                    position.empty += 1
+                    continue
+                split, text = row["split"], row["text"]
+                written = writers[split].write(tokens, row["opens"], position.room, answers)
+                done = len(text) if limit is None else written
+                position.done, position.lost = position.done + done, position.lost + lost
+                complete = written >= len(tokens)
+                position.bytes[split] += len(
+                    text.encode() if complete else tokenizer.decode_bytes(tokens[:written].tolist())
+                )
                 advance(done, f"{sum(writer.tokens for writer in writers.values()) / 1e6:.1f}M tokens")
                 if position.room is not None:
                     position.room -= written

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -64,6 +65,11 @@ class PreparedData:
     def identity(self) -> str:
         """Equal for equal tokens."""
         return self.manifest["identity"]
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what is amiss with the text."""
+        return self.manifest["notes"]
 
 
 class TokenWriter:
@@ -138,6 +144,9 @@ class Position:
     rows    finished rows of that stream
     room    tokens that the stream may still fill; None without a limit, or before its first row
     done    finished units of the progress display
+    empty   rows that were null or empty, and left out
+    lost    characters that the tokens do not give back
+    bytes   of the text of each split
     splits  counts written for each split: {"tokens": ..., "documents": ...}
     """
 
@@ -145,6 +154,9 @@ class Position:
     rows: int = 0
     room: int | None = None
     done: int = 0
+    empty: int = 0
+    lost: int = 0
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     splits: dict[str, dict[str, int]] = field(
         default_factory=lambda: {s: {"tokens": 0, "documents": 0} for s in SPLITS}
     )
@@ -227,18 +239,33 @@ def find_damage(folder: Path, recipe: dict[str, Any]) -> str | None:
     return None
 
 
+def map_split(folder: Path, split: str, dtype: np.dtype) -> TokenFile:
+    """Map a split into memory."""
+    return TokenFile(
+        np.memmap(folder / f"{split}.bin", dtype, mode="r"),
+        np.memmap(folder / f"{split}.documents", OFFSET, mode="r"),
+        np.memmap(marks, np.uint8, mode="r") if (marks := folder / f"{split}.answers").exists() else None,
+    )
+
+
+def repeated(train: TokenFile, val: TokenFile) -> int:
+    """The documents of the validation split that also stand in training."""
+
+    def digests(split: TokenFile, lengths: np.ndarray) -> Iterator[bytes]:
+        stops = np.append(split.documents[1:] - 1, len(split.tokens))  # between two stands the end of text
+        for i in np.flatnonzero(np.isin(stops - split.documents, lengths)):
+            yield sha256(split.tokens[split.documents[i] : stops[i]].tobytes()).digest()
+
+    lengths = np.diff(np.append(val.documents, len(val.tokens) + 1)) - 1
+    in_training = set(digests(train, lengths))
+    return sum(document in in_training for document in digests(val, lengths))
+
+
 def open_prepared(folder: Path) -> PreparedData:
     """Map an intact folder into memory."""
     manifest = read_json(folder / MANIFEST)
     tokenizer = load_tokenizer(folder)
-    train, val = (
-        TokenFile(
-            np.memmap(folder / f"{split}.bin", np.dtype(manifest["dtype"]), mode="r"),
-            np.memmap(folder / f"{split}.documents", OFFSET, mode="r"),
-            np.memmap(marks, np.uint8, mode="r") if (marks := folder / f"{split}.answers").exists() else None,
-        )
-        for split in SPLITS
-    )
+    train, val = (map_split(folder, split, np.dtype(manifest["dtype"])) for split in SPLITS)
     return PreparedData(tokenizer, tokenizer.n_vocab, train, val, manifest, folder)
 
 

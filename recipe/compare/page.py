@@ -185,11 +185,14 @@ def sources_of(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
     """The origin of the report's runs, as (name, text)."""
     versions = [run.recorded("versions") for run in runs]
     kernels = [f"{run.attention}: {path}" for run in runs if (path := run.summary.get("attention_path"))]
+    listed = [notes for run in runs if isinstance(notes := run.summary.get("data_notes"), list)]
+    of_text = [str(note).rstrip(".") for notes in listed for note in notes]
     return (
         ("Run folders", _all_of(str(run.folder.parent) for run in runs)),
         ("Devices", _all_of(run.device for run in runs)),
         ("Precision", _all_of(run.precision for run in runs)),
         *([("Kernels", _all_of(kernels))] if kernels else []),
+        *([("Text", _all_of(of_text))] if of_text else []),
         ("Commits", _all_of(run.commit for run in runs)),
         ("Software", _all_of(", ".join(f"{name} {v}" for name, v in version.items() if v) for version in versions)),
         ("Run on", _all_of(sorted(str(run.summary.get("started") or "")[:10] for run in runs))),

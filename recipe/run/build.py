@@ -205,7 +205,8 @@ def build_run(config: Config, folder: Path, overrides: list[str], data: Data, tr
             save_tokenizer(data.tokenizer, folder)
             if template := data.manifest["recipe"]["source"].get("template"):
                 ChatTemplate(**template).save(folder)
-        origin = RunMetadata(as_plain(config), overrides, data.identity, shape)
+        notes = [] if isinstance(data, TaskData) else data.notes
+        origin = RunMetadata(as_plain(config), overrides, data.identity, shape, notes)
         record = Record(folder, config.tracking, trainer, meter, origin, start, again=config.resume is not None)
     profiler = Profiler(
         folder,

@@ -40,12 +40,14 @@ class RunMetadata:
     overrides  of the command line
     data       identity of the prepared tokens
     shape      the model's requirements for its attention
+    notes      sentences on what is amiss with the text
     """
 
     config: dict[str, Any]
     overrides: list[str]
     data: str
     shape: AttentionShape
+    notes: list[str]
 
 
 class Record(NullRecord):
@@ -144,6 +146,7 @@ class Record(NullRecord):
             "attention_path": trainer.model.attend.path(self.origin.shape, trainer.model.seq_len),
             "config": self.origin.config,
             "overrides": self.origin.overrides,
+            "data_notes": self.origin.notes,
             "step": self.step,
             "steps": trainer.training.steps,
             "train_loss": next((line["train/loss"] for line in reversed(lines) if "train/loss" in line), None),

@@ -25,7 +25,7 @@ def documents(config: DataConfig) -> dict[str, list[str]]:
     """The documents of each split, put together from the rows."""
     found: dict[str, list[str]] = {"train": [], "val": []}
     for stream in CORPORA[config.name](config).streams():
-        for row in stream.rows:
+        for row in filter(lambda row: row["text"], stream.rows):
             if row["opens"]:
                 found[row["split"]].append("")
             found[row["split"]][-1] += row["text"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from data.mistakes import data_mistakes
 from data.options import DataConfig
 from data.own_tokenizer import OwnTokenizer
 from data.prepare import prepare
-from data.tokenizers import TextStream, load_tokenizer, save_tokenizer
+from data.tokenizers import TextStream, encoder, load_tokenizer, save_tokenizer
+from recipe.infer.evaluation.text import tokenised
 from recipe.infer.generation.text import Text
 
 TEXT = "déjà vu 木 🦜, and the end of a text; the rest of the text is the end of it. " * 40
@@ -132,3 +134,23 @@ def test_a_file_that_is_no_tokenizer_is_refused_in_one_sentence(config, tmp_path
         assert sentence in said
         with pytest.raises(DataError):
             prepare(config)
+
+
+@pytest.mark.parametrize("unknown", ["?", None])
+def test_characters_without_a_token_are_counted_and_bits_per_byte_divide_by_the_files_bytes(tmp_path, unknown):
+    """Letters that the vocabulary lacks become the unknown token, or vanish."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "?": 2}, [], unk_token=unknown))
+    model.save(str(tmp_path / "tokenizer.json"))
+    text = "ab ba xyz ab é" * 20
+    (tmp_path / "text.txt").write_text(text)
+    options = {"path": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path / "tokenizer.json")}
+    data = prepare(DataConfig("text", cache=str(tmp_path / "cache"), **options))
+    (note,) = data.notes
+    assert f"loses {sum(text.count(c) for c in 'xyzé')} characters of the text" in note
+    assert sum(data.manifest["bytes"].values()) == (tmp_path / "text.txt").stat().st_size
+    model = SimpleNamespace(encode=encoder(data.tokenizer), end_of_text=data.tokenizer.eot_token)
+    assert tokenised([{"text": text, "opens": True}], model).size == len(text.encode())
+
+
+def test_bytes_that_stand_for_a_character_lose_nothing(config):
+    assert prepare(config).notes == []

@@ -323,3 +323,27 @@ def test_a_split_without_text_is_named(config):
     ):
         prepare(config)
     assert contents(config.cache) == set()
+
+
+def write_rows(path: Path, texts: list[str | None]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def test_repeated_documents_and_empty_rows_are_counted(config, tmp_path, capsys):
+    folder = tmp_path / "named"
+    folder.mkdir()
+    train = [f"document {i}" for i in range(50)] + [None, ""]
+    val = [f"document {i}" for i in range(45, 55)] + ["document 46", "DOCUMENT 1", None]
+    write_rows(folder / "train.jsonl", train)
+    write_rows(folder / "val.jsonl", val)
+    config.path = str(folder)
+    data = prepare(config)
+    both = sum(text in train for text in val if text)
+    assert data.notes == [
+        f"{both} of 12 validation documents also stand in training.",
+        "3 rows of data=text are null or empty, and were left out.",
+    ]
+    assert all(note in " ".join(capsys.readouterr().err.split()) for note in data.notes)
+    assert prepare(config).notes == data.notes
+    assert data.manifest["bytes"] == {"train": sum(len(t or "") for t in train), "val": sum(len(t or "") for t in val)}

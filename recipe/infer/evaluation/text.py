@@ -26,18 +26,23 @@ class Text:
 
     tokens     1-D integers
     documents  where each begins, 1-D
+    size       bytes of their text, as it was before the tokenizer
     """
 
     tokens: np.ndarray
     documents: np.ndarray
+    size: int
 
 
 def tokenised(rows: Iterable[Row], model: LanguageModel, most: int | None = None) -> Text:
     """The first `most` tokens of a corpus; None: all. Raises ConfigError where there are fewer than two."""
     pieces: list[np.ndarray] = []
     starts: list[int] = []
-    total = 0
+    total = size = 0
     for row in rows:
+        if not row["text"]:
+            continue
+        size += len(row["text"].encode())
         tokens = model.encode(row["text"])
         if row["opens"]:
             if total:
@@ -54,7 +59,8 @@ def tokenised(rows: Iterable[Row], model: LanguageModel, most: int | None = None
             f"The text{limit} has fewer than two tokens, so there is nothing to predict; give more of it."
         )
     documents = np.array([start for start in starts if start < (most or total)])
-    return Text(np.concatenate(pieces)[:most], documents)
+    joined = np.concatenate(pieces)[:most]
+    return Text(joined, documents, size if len(joined) == total else model.size(joined.tolist()))
 
 
 def validation_text(trained: Trained) -> Text:
@@ -70,7 +76,7 @@ def validation_text(trained: Trained) -> Text:
             "The run was trained on conversations, and its summary.json has the loss of their answers; name a text "
             "with data=text data.path=..."
         )
-    return Text(data.val.tokens, data.val.documents)
+    return Text(data.val.tokens, data.val.documents, data.manifest["bytes"]["val"])
 
 
 def measure(model: LanguageModel, text: Text, seq_len: int, batch: int, separate: bool) -> dict[str, float]:
@@ -92,7 +98,7 @@ def measure(model: LanguageModel, text: Text, seq_len: int, batch: int, separate
             logs, _ = model.scores(inputs, targets, None if bounds is None else torch.from_numpy(bounds))
             nats -= float(logs.double().sum())
             advance(len(chosen))
-    loss, size = nats / count, model.size(text.tokens[1:].tolist())
+    loss, size = nats / count, text.size - model.size(text.tokens[:1].tolist())
     return {
         "loss": loss,
         "perplexity": exponential(loss),
