@@ -29,15 +29,20 @@ import numpy as np
 from data.chat import chat_encoder, read_conversations, read_template
 from data.errors import DataError, brief, first_few, unreadable
 from data.files import (
+    ACCEPTED,
+    CHARACTERS,
     TABLES,
     TEXT_SUFFIXES,
+    TOKENS,
     Row,
     Span,
     character_boundary,
+    kind,
     read_spans,
     reading,
     table_rows,
     text_of,
+    text_size,
 )
 from data.options import DataConfig
 from data.own_tokenizer import OwnTokenizer
@@ -89,6 +94,8 @@ class Corpus(ABC):
         if isinstance(tokenizer, OwnTokenizer):
             return partial(_tokenised, tokenizer)
         encode = encoder(tokenizer)
+        if tokenizer.name == "gpt2":
+            return lambda row: Tokenised(encode(row["text"]) if (tokens := row.get(TOKENS)) is None else tokens)
         return lambda row: Tokenised(encode(row["text"]))
 
     def notices(self) -> list[str]:
@@ -142,9 +149,8 @@ class FileCorpus(Corpus):
     def notices(self) -> list[str]:
         sentences = []
         if self.others:
-            accepted = ", ".join(TEXT_SUFFIXES)
             sentences.append(
-                f"left out, because they do not end in one of {accepted}: "
+                f"left out, because they do not end in one of {ACCEPTED}: "
                 f"{first_few([self._name(file) for file in self.others])}."
             )
         if self.empty:
@@ -206,10 +212,10 @@ class FileCorpus(Corpus):
 
     def _cut_one(self) -> list[Span]:
         [file] = self.files
-        if file.suffix in TABLES:
+        if kind(file) in TABLES:
             cut = train_part(sum(1 for _ in table_rows(file)), self.config.val_fraction)
         else:
-            cut = character_boundary(file, train_part(self.size, self.config.val_fraction))
+            cut = character_boundary(file, train_part(text_size(file), self.config.val_fraction))
         return [Span(str(file), "train", 0, cut), Span(str(file), "val", cut, sys.maxsize)]
 
     def _name(self, file: Path) -> str:
@@ -267,24 +273,23 @@ def _stdlib_files(root: Path) -> list[Path]:
 
 
 def text(config: DataConfig) -> Corpus:
-    """Local .txt, .jsonl and .parquet: one file, or all files below a folder except hidden ones."""
-    accepted = ", ".join(TEXT_SUFFIXES)
+    """Local text: one file, or all files below a folder except hidden ones."""
     if config.path is None:
         raise DataError("data=text needs to know where the text is; set data.path=<file or folder>.")
-    path = _existing(config.path, f"a file ({accepted}) or a folder of them")
+    path = _existing(config.path, f"a file ({ACCEPTED}) or a folder of them")
     if path.is_file():
-        if path.suffix not in TEXT_SUFFIXES:
-            raise DataError(f"data.path={config.path} must end in one of {accepted}; rename or convert the file.")
+        if kind(path) not in TEXT_SUFFIXES:
+            raise DataError(f"data.path={config.path} must end in one of {ACCEPTED}; rename or convert the file.")
         files, others = [path], list[Path]()
     elif path.is_dir():
         everything = _files_below(path, ("",), lambda name: name.startswith("."))
-        files = [file for file in everything if file.suffix in TEXT_SUFFIXES]
-        others = sorted(set(everything) - set(files))
+        files = [file for file in everything if kind(file) in TEXT_SUFFIXES]
+        others = sorted(file for file in set(everything) - set(files) if file.name != CHARACTERS)
     else:
-        raise DataError(f"data.path={config.path} is neither a file nor a folder; set it to one of text ({accepted}).")
+        raise DataError(f"data.path={config.path} is neither a file nor a folder; set it to one of text ({ACCEPTED}).")
     if not files:
         raise DataError(
-            f"data.path={config.path} holds no file that ends in one of {accepted}"
+            f"data.path={config.path} holds no file that ends in one of {ACCEPTED}"
             f"{f' but {first_few(others)}' if others else ''}; set another folder, or rename or convert the files."
         )
     return FileCorpus(config, path.parent if path.is_file() else path, files, others)

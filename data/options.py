@@ -19,7 +19,7 @@ class DataConfig:
     """The options under `data.*`.
 
     name            a corpus in the registry (data/corpora.py)
-    path            a file or folder of .txt, .jsonl, .parquet (data=text); a .jsonl of conversations (data=chat)
+    path            a file or folder of .txt, .jsonl, .parquet, .bin (data=text); a .jsonl of conversations (data=chat)
     tokenizer       bytes, gpt2, bpe, or a tokenizer.json of Hugging Face's tokenizers
     bpe_vocab_size  tokens that tokenizer=bpe learns at most, end-of-text included
     max_tokens      tokens to prepare, training and validation together; null for all

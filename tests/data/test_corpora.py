@@ -4,6 +4,7 @@ import codecs
 import gzip
 import json
 import os
+import pickle
 import re
 import sysconfig
 import tempfile
@@ -11,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
+import numpy as np
+import pyarrow
 import pytest
+import tiktoken
 
 from data.corpora import CORPORA
 from data.errors import DataError
@@ -285,7 +289,8 @@ def test_files_that_are_no_text_are_named_on_every_run_that_leaves_them_out(tmp_
         prepare(config)
         told = " ".join(capsys.readouterr().err.split())
         assert (
-            "left out, because they do not end in one of .txt, .jsonl, .parquet: 0.png, 1.png, 2.png, 3.png and" in told
+            "left out, because they do not end in one of .txt, .jsonl (both also with .gz or .zst), .parquet, .bin: "
+            "0.png, 1.png, 2.png, 3.png and" in told
         )
         assert ".hidden" not in told
     prepare(config, announce_wait=False)  # another rank
@@ -356,7 +361,7 @@ def test_unreadable_rows_are_named(tmp_path, lines, sentence):
         ({"name": "text", "path": "x", "hub": "a/b"}, r"data\.hub=a/b has no effect with data=text"),
         ({"name": "text"}, r"set data\.path="),
         ({"name": "text", "path": "/nowhere/at/all"}, r"data\.path=/nowhere/at/all does not exist"),
-        ({"name": "text", "path": __file__}, r"must end in one of \.txt, \.jsonl, \.parquet"),
+        ({"name": "text", "path": __file__}, r"must end in one of \.txt, \.jsonl \("),
         ({"name": "text", "path": str(Path(__file__).parent)}, r"holds no file that ends in one of \.txt"),
         ({"name": "openwebtext"}, r"set data\.hub="),
     ],
@@ -364,3 +369,89 @@ def test_unreadable_rows_are_named(tmp_path, lines, sentence):
 def test_data_options_that_cannot_work_are_refused(options, sentence):
     with pytest.raises(DataError, match=sentence):
         prepare(DataConfig(**options))
+
+
+def shard(tokens: list[int]) -> bytes:
+    """As llm.c writes it."""
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, len(tokens)
+    return header.tobytes() + np.array(tokens, np.uint16).tobytes()
+
+
+def write_text(folder: Path, name: str, texts: list[str]) -> None:
+    """The same documents in a file of any kind; each in a file of its own where a file holds one."""
+    path = folder / name
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    gpt2 = tiktoken.get_encoding("gpt2")
+    if name.endswith(".parquet"):
+        datasets.Dataset.from_dict({"text": texts}).to_parquet(path)
+    elif name.endswith(".jsonl.gz"):
+        path.write_bytes(gzip.compress(lines))
+    elif name.endswith(".jsonl.zst"):
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+            file.write(lines)
+    elif name.endswith("_shard.bin"):  # llm.c's begin each document with an end of text
+        path.write_bytes(shard([token for text in texts for token in (50256, *gpt2.encode_ordinary(text))]))
+    elif name.endswith(".bin"):  # nanoGPT's end each so
+        tokens = [token for text in texts for token in (*gpt2.encode_ordinary(text), 50256)]
+        path.write_bytes(np.array(tokens, np.uint16).tobytes())
+    else:
+        for i, text in enumerate(texts):
+            content = text.encode()
+            numbered = folder / f"{name.partition('.')[0]}-{i}.{name.partition('.')[2]}"
+            numbered.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+
+
+@pytest.mark.skipif(not os.environ.get("TIKTOKEN_CACHE_DIR"), reason="no cached GPT-2 tokens at hand")
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+@pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl.gz", "jsonl.zst", "parquet", "_shard.bin", "bin"])
+def test_the_same_text_gives_the_same_bits_from_every_kind_of_file(tmp_path, kind, tokenizer):
+    texts = {"train": ["naïve 漢字 documents\n", "a second, " * 50], "val": ["held out", "and this\n\n"]}
+    identities = []
+    for name in ("jsonl", kind):
+        folder = tmp_path / name
+        folder.mkdir()
+        for split, of_split in texts.items():
+            if name == "jsonl":
+                write_jsonl(folder / f"{split}.jsonl", [{"text": text} for text in of_split])
+            else:
+                write_text(folder, f"{split}{name}" if name[0] == "_" else f"{split}.{name}", of_split)
+        data = prepare(of_text(folder, tokenizer=tokenizer, cache=str(tmp_path / "cache")))
+        identities.append(data.identity)
+    assert identities[0] == identities[1]
+
+
+@pytest.mark.parametrize("suffix", ["txt.gz", "txt.zst"])
+def test_one_compressed_file_is_cut_as_the_file_itself(tmp_path, suffix):
+    text = "漢字 and a line\n" * 200_000  # several blocks
+    (tmp_path / "a.txt").write_text(text)
+    with pyarrow.CompressedOutputStream(
+        str(tmp_path / f"b.{suffix}"), {"gz": "gzip", "zst": "zstd"}[suffix[4:]]
+    ) as file:
+        file.write(text.encode())
+    assert documents(of_text(tmp_path / f"b.{suffix}")) == documents(of_text(tmp_path / "a.txt"))
+    (tmp_path / f"b.{suffix}").write_bytes((tmp_path / f"b.{suffix}").read_bytes()[:-30])
+    with pytest.raises(DataError, match=rf"b\.{suffix} cannot be read"):
+        documents(of_text(tmp_path / f"b.{suffix}"))
+
+
+def test_nanogpts_characters_are_read_by_its_names_of_them_and_nothing_else_of_a_pickle_is(tmp_path):
+    text = {"train": "to be, or not to be\n" * 5, "val": "that is the question"}
+    characters = sorted(set("".join(text.values())))
+    for split, content in text.items():
+        np.array([characters.index(c) for c in content], np.uint16).tofile(tmp_path / f"{split}.bin")
+    names = {"vocab_size": len(characters), "itos": dict(enumerate(characters))}
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(names))
+    assert documents(of_text(tmp_path)) == {split: [content] for split, content in text.items()}
+    assert not any("meta.pkl" in notice for notice in CORPORA["text"](of_text(tmp_path)).notices())
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(names | {"itos": Path("x")}))
+    with pytest.raises(DataError, match=r"meta\.pkl names no characters \(it names pathlib"):
+        documents(of_text(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", np.array([60_000], np.uint16).tobytes(), shard([1, 2, 3])[:-2]])
+def test_bytes_that_are_no_tokens_of_gpt2_are_refused(tmp_path, content):
+    (tmp_path / "train.bin").write_bytes(content)
+    (tmp_path / "val.bin").write_bytes(content)
+    with pytest.raises(DataError, match=r"holds no 16-bit tokens of GPT-2|nothing but empty files"):
+        documents(of_text(tmp_path))
