@@ -4,6 +4,8 @@ A line of the file is one conversation:
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
+Beside `messages` may stand `tools`, for the template; an answer with "weight": 0 is not learned.
+
 The template is the Jinja template that transformers reads from the tokenizer's folder. It runs in Jinja's sandbox and
 has no clock, so that the same file gives the same tokens every day. An answer is the text that the template adds for a
 message of the assistant after its generation prompt, the marks that end the message included.
@@ -32,11 +34,21 @@ from data.own_tokenizer import OwnTokenizer
 from data.tokenizers import Tokenizer
 from data.untrusted import RECORD, read_json, read_text
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 FILE = "chat_template.json"  # in a run folder
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+
+# Programs that convert lines of other forms, by a field that only these have.
+CONVERSIONS = {
+    "conversations": "import json, sys; roles = {'human': 'user', 'gpt': 'assistant'}; [print(json.dumps({'messages': "
+    "[{'role': roles.get(m['from'], m['from']), 'content': m['value']} for m in json.loads(line)['conversations']]})) "
+    "for line in sys.stdin if line.strip()]",
+    "instruction": "import json, sys; [print(json.dumps({'messages': [{'role': 'user', 'content': r['instruction'] + "
+    "('\\n\\n' + r['input'] if r.get('input') else '')}, {'role': 'assistant', 'content': r['output']}]})) "
+    "for r in map(json.loads, sys.stdin)]",
+}
 
 
 class Generation(Extension):
@@ -65,23 +77,23 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         return environment.from_string(self.source)
 
-    def render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Messages, add_generation_prompt: bool = False, tools: list[Any] | None = None) -> str:
         """The text of a conversation. Raises jinja2.TemplateError where the template refuses it."""
         return self._template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.tokens
+            messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **self.tokens
         )
 
-    def answers(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and where each answer begins and ends in it.
+    def answers(self, messages: Messages, tools: list[Any] | None = None) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and where each answer that is to be learned begins and ends in it.
 
         Raises jinja2.TemplateError, and ValueError where a part of a conversation is no beginning of the whole.
         """
-        text, spans = self.render(messages), []
+        text, spans = self.render(messages, tools=tools), []
         for n, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
-            before = self.render(messages[:n], add_generation_prompt=True)
-            after = self.render(messages[: n + 1])
+            before = self.render(messages[:n], add_generation_prompt=True, tools=tools)
+            after = self.render(messages[: n + 1], tools=tools)
             if not (after.startswith(before) and text.startswith(after)):
                 raise ValueError(
                     f"the chat template writes the first {n + 1} messages in another way when more follow, so that "
@@ -150,10 +162,18 @@ def read_conversations(path: Path, template: ChatTemplate, start: int, stop: int
     for number, (line, row) in enumerate(numbered_rows(path)):
         if number < start or (stop is not None and number >= stop):
             continue
+        for form, command in CONVERSIONS.items():
+            if form in row and "messages" not in row:
+                raise DataError(
+                    f"line {line} of {path} has {form} and no messages; convert the file with:\n"
+                    f'python -c "{command}" < {path.name} > messages-{path.name}'
+                )
+        if isinstance(messages := row.get("messages"), list):
+            row["messages"] = [joined(message) for message in messages]
         if flaw := next(mistakes(row), None):
             raise DataError(f"line {line} of {path} {flaw}; repair or remove it.")
         try:
-            text, answers = template.answers(row["messages"])
+            text, answers = template.answers(row["messages"], row.get("tools"))
         except Exception as error:  # a template may raise any kind
             reason = str(error) if isinstance(error, ValueError) else f"the chat template refuses it: {brief(error)}"
             raise DataError(
@@ -162,12 +182,22 @@ def read_conversations(path: Path, template: ChatTemplate, start: int, stop: int
         yield {"split": split, "text": text, "opens": True, "answers": answers}
 
 
+def joined(message: Any) -> Any:
+    """A message whose content is one text, where it is a list of them."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        return message
+    return message | {"content": "".join(part["text"] for part in parts)}
+
+
 def mistakes(row: Row) -> Iterator[str]:
     """What is wrong with a line that should be a conversation, as the end of a sentence."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         yield f"has no list of messages; a line is {EXAMPLE}"
         return
+    if not isinstance(row.get("tools"), list | None):
+        yield "has tools that are no list"
     for n, message in enumerate(messages, start=1):
         for name in ("role", "content"):
             value = message.get(name) if isinstance(message, dict) else None
@@ -176,8 +206,10 @@ def mistakes(row: Row) -> Iterator[str]:
                 return
         if message["role"] == "assistant" and not message["content"].strip():
             yield f"has an empty answer in message {n}"
-    if not any(message["role"] == "assistant" for message in messages):
-        yield "has no answer: no message with the role assistant"
+        if message.get("weight", 1) not in (0, 1):
+            yield f"has the weight {message['weight']} in message {n}, which can be 0 or 1"
+    if not any(message["role"] == "assistant" and message.get("weight", 1) for message in messages):
+        yield "has no answer: no message with the role assistant, or all have the weight 0"
 
 
 def chat_encoder(tokenizer: OwnTokenizer) -> Callable[[Row], tuple[np.ndarray, np.ndarray, int]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +149,48 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
     }
     with pytest.raises(DataError, match=r"line 1 of .* in another way when more follow"):
         prepare(DataConfig("chat", str(tmp_path / "chats.jsonl"), documents=Documents.restart, **options))
+
+
+def test_tools_reach_the_template_parts_are_joined_and_an_answer_of_weight_0_is_not_learned(tmp_path):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 2?"}]
+    lines = [
+        {"messages": [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "5", "weight": 0},
+                      {"role": "user", "content": "No."}, {"role": "assistant", "content": "It is 3."}], "tools": tools},
+        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Yes."}]},
+        *LINES,
+    ]  # fmt: skip
+    source = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATES["llama3"]
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(source)
+    path, model = write_lines(tmp_path / "chats.jsonl", lines), str(tmp_path / "model" / "tokenizer.json")
+    data = prepare(DataConfig("chat", str(path), model, cache=str(tmp_path), documents=Documents.restart))
+    theirs: Any = tokenizer()
+    theirs.chat_template = source
+    asked = {"return_dict": True, "return_assistant_tokens_mask": True}
+    expected = [theirs.apply_chat_template(lines[0]["messages"], tools=tools, **asked)]
+    expected.append(theirs.apply_chat_template(conversation("What is 1 + 2?", "Yes.")["messages"], **asked))
+    assert data.train.answers is not None
+    for n, of in enumerate(expected):
+        start, stop = data.train.documents[n], data.train.documents[n + 1] - 1
+        assert data.train.tokens[start:stop].tolist() == of["input_ids"]
+        answers = np.array(of["assistant_masks"])
+        if n == 0:  # transformers marks both answers; the first is not to be learned
+            answers[: answers.tolist().index(0, answers.tolist().index(1))] = 0
+        assert data.train.answers[start:stop].tolist() == answers.tolist()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"conversations": [{"from": "human", "value": "What\nis it?"}, {"from": "gpt", "value": 'It is "木".'}]},
+        {"instruction": "What\nis it?", "input": "", "output": 'It is "木".'},
+    ],
+)
+def test_other_forms_are_refused_with_the_line_that_converts_them(line, tmp_path):
+    with pytest.raises(DataError, match="convert the file with:") as refusal:
+        prepared(tmp_path, [line] * 20)
+    command = str(refusal.value).partition("\n")[2].replace("python ", f"{sys.executable} ", 1)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    converted = [json.loads(text) for text in (tmp_path / "messages-chats.jsonl").read_text().splitlines()]
+    assert converted == [conversation("What\nis it?", 'It is "木".')] * 20
