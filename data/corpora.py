@@ -125,7 +125,7 @@ class FileCorpus(Corpus):
         stats = {self._name(file): (file, file.stat()) for file in files}
         self.files = {stats[name][0]: stats[name][1].st_size for name in sorted(stats) if stats[name][1].st_size}
         self.empty = [file for file, stat in stats.values() if not stat.st_size]
-        self.size = sum(self.files.values())
+        self.size: int = sum(self.files.values())
         if not self.files:
             raise DataError(f"{first_few(files)}: nothing but empty files; name others with data.path=...")
         listing = [(name, stats[name][1].st_size, stats[name][1].st_mtime_ns) for name in sorted(stats)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from typing import Any
 
 from learn.problem import Problem, solve
 
@@ -55,7 +56,8 @@ def draw(curves: Curves) -> str:
     from matplotlib.figure import Figure
 
     inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    style = {"svg.fonttype": "none", "svg.hashsalt": "learn", "font.family": "sans-serif", "axes.facecolor": "none"}
+    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "learn"}
+    style |= {"font.family": "sans-serif", "axes.facecolor": "none"}
     style |= dict.fromkeys(inked, INK) | dict.fromkeys(
         ("axes.spines.top", "axes.spines.right", "legend.frameon"), False
     )

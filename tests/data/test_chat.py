@@ -154,9 +154,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
 def test_tools_reach_the_template_parts_are_joined_and_an_answer_of_weight_0_is_not_learned(tmp_path):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 2?"}]
-    lines = [
+    lines: list[Any] = [
         {"messages": [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "5", "weight": 0},
-                      {"role": "user", "content": "No."}, {"role": "assistant", "content": "It is 3."}], "tools": tools},
+                      {"role": "user", "content": "No."}, {"role": "assistant", "content": "It is 3."}],
+         "tools": tools},
         {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Yes."}]},
         *LINES,
     ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,13 +144,13 @@ def test_characters_without_a_token_are_counted_and_bits_per_byte_divide_by_the_
     model.save(str(tmp_path / "tokenizer.json"))
     text = "ab ba xyz ab é" * 20
     (tmp_path / "text.txt").write_text(text)
-    options = {"path": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path / "tokenizer.json")}
-    data = prepare(DataConfig("text", cache=str(tmp_path / "cache"), **options))
+    path, model_file = str(tmp_path / "text.txt"), str(tmp_path / "tokenizer.json")
+    data = prepare(DataConfig("text", path, model_file, cache=str(tmp_path / "cache")))
     (note,) = data.notes
     assert f"loses {sum(text.count(c) for c in 'xyzé')} characters of the text" in note
     assert sum(data.manifest["bytes"].values()) == (tmp_path / "text.txt").stat().st_size
-    model = SimpleNamespace(encode=encoder(data.tokenizer), end_of_text=data.tokenizer.eot_token)
-    assert tokenised([{"text": text, "opens": True}], model).size == len(text.encode())
+    trained: Any = SimpleNamespace(encode=encoder(data.tokenizer), end_of_text=data.tokenizer.eot_token)
+    assert tokenised([{"text": text, "opens": True}], trained).size == len(text.encode())
 
 
 def test_bytes_that_stand_for_a_character_lose_nothing(config):
