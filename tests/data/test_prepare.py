@@ -344,6 +344,7 @@ def test_repeated_documents_and_empty_rows_are_counted(config, tmp_path, capsys)
         f"{both} of 12 validation documents also stand in training.",
         "3 rows of data=text are null or empty, and were left out.",
     ]
-    assert all(note in " ".join(capsys.readouterr().err.split()) for note in data.notes)
+    told = " ".join(capsys.readouterr().err.split())
+    assert all(note in told for note in data.notes)
     assert prepare(config).notes == data.notes
     assert data.manifest["bytes"] == {"train": sum(len(t or "") for t in train), "val": sum(len(t or "") for t in val)}
