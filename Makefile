@@ -10,7 +10,7 @@ PIP    := PYTHONWARNINGS='ignore:Editable installation' \
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test learn tables kernels stack docs wheel check format clean
+.PHONY: help setup train test learn tables sizes kernels stack docs wheel check format clean
 
 help: ## show this list
 	@awk 'BEGIN { FS = ":.*## "; print "make <target>\n" } \
@@ -53,6 +53,9 @@ learn: setup ## from softmax to FlashAttention in checked steps, and a page to w
 
 tables: setup ## paste the tables of bench/results/ and of the configuration into README and docs/
 	$(BIN)/python -m bench.tables
+
+sizes: setup ## print the size of each package beside its budget
+	$(BIN)/python -m bench.sizes
 
 kernels: setup ## compile all GPU kernels, which needs no GPU, and renew their record (some minutes)
 	$(BIN)/python -m bench.kernels

@@ -1,4 +1,4 @@
-"""The structure: modules import only from lower layers, and never in a circle."""
+"""The structure: modules import only from lower layers, never in a circle, and no package outgrows its budget."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from bench.sizes import BUDGETS, MOST_FILES, MOST_OPTIONS, MOST_WORDS, code_tokens, sizes, words
+from recipe.run.reference import keys
 
 ROOT = Path(__file__).parents[1]
 # From the bottom up; those that share a line do not know each other.
@@ -124,3 +127,19 @@ def test_an_arrow_up_and_a_circle_are_noticed_however_they_are_written(tmp_path:
     assert found["recipe.training.b"] == {"recipe.errors.b"}
     assert arrows_up(found, ROOMS, depth=1) == (["recipe.errors.b imports recipe.training.b"] if wrong else [])
     assert bool(cycle(found)) == wrong
+
+
+def test_no_package_outgrows_its_budget() -> None:
+    found = sizes()
+    assert {name: size.tokens for name, size in found.items() if size.tokens > BUDGETS[name]} == {}
+    assert sum(size.files for name, size in found.items() if name != "tests") <= MOST_FILES
+    assert words() <= MOST_WORDS
+    assert len(keys()) <= MOST_OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens"),
+    [("x = 1", 3), ('"""A module."""\n# why\nx = 1\n', 3), ('def f():\n    """Says."""\n    return f"{1} {2}"\n', 7)],
+)
+def test_docstrings_and_comments_are_free_and_an_f_string_is_one_token(source: str, tokens: int) -> None:
+    assert code_tokens(source) == tokens
