@@ -21,7 +21,7 @@ from .score import Score, ScoreError
 from .tiled import TiledAttention
 from .watch import watch
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "IMPLEMENTATIONS",
