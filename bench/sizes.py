@@ -23,23 +23,23 @@ SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 BUDGETS = {
     "attention/check": 33_000,
     "attention/flash": 69_900,
-    "attention": 47_000,
+    "attention": 49_900,
     "mixers": 6_000,
     "model": 22_800,
-    "data": 17_500,
+    "data": 18_100,
     "recipe/run": 31_000,
     "recipe/training": 17_500,
     "recipe/distributed": 12_800,
     "recipe/infer": 22_400,
-    "recipe/compare": 30_200,
+    "recipe/compare": 30_300,
     "recipe": 3_100,
-    "learn": 9_000,
+    "learn": 9_100,
     "bench": 22_500,
     ".": 6_000,
-    "tests": 250_000,
+    "tests": 254_500,
 }
-MOST_FILES = 335
-MOST_WORDS = 27_200  # of the pages in docs/
+MOST_FILES = 336
+MOST_WORDS = 27_300  # of the pages in docs/
 MOST_OPTIONS = 126
 
 
