@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,7 +117,8 @@ def passes(row: Row, implementation: str, T: int, D: int, dropout: float) -> tup
     with torch.device("cuda"):
         tensors = {name: x.requires_grad_(row.learned) for name, x in row.tensors(T).items()}
     leaves = [x.requires_grad_() for x in (q, k, v)] + [x for x in tensors.values() if x.requires_grad]
-    score = Score(formula=row.formula, **(row.options or {}))
+    options: dict[str, Any] = row.options or {}
+    score = Score(formula=row.formula, **options)
     attend = build_attention(AttentionConfig(implementation, dropout=dropout))
     key = KEY if dropout else None
 

@@ -129,7 +129,7 @@ class Problem:
         """out (B, H, T, D) and lse (B, H, T)."""
         seen, keep = self.seen()[:, None], None
         if self.dropout:
-            keep = keep_mask(KEY, self.dropout, *q.shape[:3], k.shape[2])
+            keep = keep_mask(KEY, self.dropout, q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         scale = 256 / (256 - round(256 * self.dropout))
         scores = self.scores(q, k, tensors)
         asked = Reference(0.0, seen, bias=scores, sinks=sinks, keep=keep, keep_scale=scale)

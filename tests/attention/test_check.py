@@ -607,7 +607,9 @@ def softpick(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
 def softpick_in_parts(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     """The same for one head after the other."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return torch.cat([softpick(*(x[:, h : h + 1] for x in (q, k, v)), causal) for h in range(q.shape[1])], dim=1)
+    return torch.cat(
+        [softpick(q[:, h : h + 1], k[:, h : h + 1], v[:, h : h + 1], causal) for h in range(q.shape[1])], dim=1
+    )
 
 
 def softpick_wrong_from_101(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:

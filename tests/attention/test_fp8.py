@@ -54,13 +54,13 @@ def test_error_beyond_that_of_the_inputs_is_one_rounding_of_the_weights(case, dt
     q, k, v, _ = case.tensors(dtype, DEVICE)
     v = v * torch.arange(1, case.H_kv + 1, device=DEVICE, dtype=dtype)[:, None, None]  # scales differ from head to head
     out, lse = fp8()(q, k, v, score=Score(causal=case.causal), return_lse=True)
-    inputs = [quantised(x) for x in (q, k, v)]
-    expected = formula(*inputs, causal=case.causal)
+    q8, k8, v8 = (quantised(x) for x in (q, k, v))
+    expected = formula(q8, k8, v8, causal=case.causal)
     # The weights are rounded, of the smallest all digits; and out.
-    allowed = E4M3 * formula(*inputs[:2], inputs[2].abs(), causal=case.causal) + 2.0**-12 * inputs[2].abs().amax()
+    allowed = E4M3 * formula(q8, k8, v8.abs(), causal=case.causal) + 2.0**-12 * v8.abs().amax()
     allowed += torch.finfo(dtype).eps * expected.abs()
     assert ((out.double() - expected).abs() <= allowed).all()
-    scores = inputs[0] @ inputs[1].repeat_interleave(case.H // case.H_kv, 1).mT / case.D**0.5
+    scores = q8 @ k8.repeat_interleave(case.H // case.H_kv, 1).mT / case.D**0.5
     if case.causal:
         scores = scores.masked_fill(~case.visible()[:, None].to(DEVICE), -torch.inf)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)

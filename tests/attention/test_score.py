@@ -206,7 +206,8 @@ def test_the_fields_are_those_of_the_options(dataclass):
 def test_numbers_of_numpy_and_tensors_without_axes_are_numbers(number, compiled):
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
     attend = build_attention(AttentionConfig("naive"))
-    score, plain = Score(soft_cap=number(2.0), window=np.int64(3), sinks=np.bool_(False)), Score(True, 3, 2.0)
+    options: dict[str, Any] = {"soft_cap": number(2.0), "window": np.int64(3), "sinks": np.bool_(False)}
+    score, plain = Score(**options), Score(True, 3, 2.0)
     assert score == plain
     assert [type(x) for x in score.values] == [type(x) for x in plain.values]
     call = torch.compile(attend, backend="eager") if compiled else attend
