@@ -349,7 +349,7 @@ def test_nan_reaches_the_rows_that_see_it_and_rows_that_do_not_may_skip_it():
 @pytest.mark.parametrize(
     ("name", "lines"),
     [
-        ("keep_scale_off", {"replay"}),
+        ("keep_scale_off", {"replay", "rate between steps"}),
         ("dropout_shifted_in_backward", {"replay"}),
         ("delta_ignores_dropout", {"replay"}),
         ("mask_shared_by_heads", {"independence", "mask"}),
