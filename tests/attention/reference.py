@@ -259,9 +259,10 @@ def assert_unseen_tiles_are_never_read(
 
     def assert_equal(name: str, got: dict[str, Tensor], tiles: Tensor, length: int) -> None:
         reached = tiles.repeat_interleave(length)
-        assert not reached.all()
+        spared.append(int((~reached).sum()))
         assert torch.equal(got[name][:, :, ~reached], clean[name][:, :, ~reached]), name
 
+    spared: list[int] = []
     clean = run(q, k, v, do)
     for start in range(0, case.S, keys):
         tile = slice(start, start + keys)
@@ -273,6 +274,7 @@ def assert_unseen_tiles_are_never_read(
         got = run(with_nan(q, tile), k, v, with_nan(do, tile))
         for name in ("dk", "dv"):
             assert_equal(name, got, seen[tile].unflatten(1, (-1, keys)).any(2).any(0), keys)
+    assert sum(spared) > 0
 
 
 def flops_of_tiles(case: Case, block_q: int, block_k: int) -> int:
