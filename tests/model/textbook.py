@@ -115,7 +115,8 @@ class Textbook:
             gate = self.linear(x, f"{name}.c_gate")
             u = (gate / (1 + (-gate).exp()) if kind is Activation.swiglu else gelu(gate)) * u
         else:
-            u = gelu(u) if kind is Activation.gelu else u.clamp(min=0) ** 2
+            exact = u / 2 * (1 + torch.erf(u / math.sqrt(2)))
+            u = {Activation.gelu: gelu(u), Activation.gelu_exact: exact, Activation.relu2: u.clamp(min=0) ** 2}[kind]
         return self.linear(u, f"{name}.c_proj")
 
     def block(self, x: Tensor, layer: int, first: list[Tensor], embedding: Tensor | None, name: str) -> Tensor:

@@ -322,17 +322,6 @@ def test_a_mistake_that_every_job_of_a_sweep_shares_is_reported_once() -> None:
     ]  # fmt: skip
 
 
-def test_a_sweep_is_refused_whole_if_one_of_its_scores_needs_a_text_of_several_documents(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("some text")
-    sweep = ["experiment=variants", "data=text", f"data.path={tmp_path}", "attention=naive", "seed=1"]
-    with pytest.raises(ConfigError) as raised:
-        prepare(sweep)
-    [sentence] = str(raised.value).splitlines()
-    assert "data.documents=mask has no effect" in sentence
-    assert "choose another score=" in sentence
-    assert prepare([*sweep, "score=causal,window"])
-
-
 def test_every_key_of_the_configuration_has_a_description_of_its_values() -> None:
     assert all(expected(key) for key in keys())
 

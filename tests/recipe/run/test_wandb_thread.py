@@ -169,6 +169,9 @@ def test_a_run_that_breaks_off_is_closed_as_failed(tmp_path: Path, wandb: StandI
 
     with pytest.raises(ZeroDivisionError):
         run()
+    deadline = time.monotonic() + 10  # the thread may still be at it
+    while not wandb.of("finish") and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert wandb.of("finish") == [1]
 
 
