@@ -37,27 +37,30 @@ def interpreter_refusal() -> str | None:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The GPU's compute capability; Triton's interpreter stands in for a Hopper GPU."""
+    """The GPU's compute capability; Triton's interpreter stands in for a Hopper GPU.
+
+    A device without a number is the current GPU, which may be another one next time.
+    """
     if device.type != "cuda":
         return 9, 0
-    found = properties(device)
-    return found.major, found.minor
+    return torch.cuda.get_device_capability(device) if device.index is None else capability_of(device)
+
+
+@lru_cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """`capability`, asked once for each GPU: torch takes microseconds to answer, and a call asks several times."""
+    return torch.cuda.get_device_capability(device)
 
 
 def multiprocessors(device: torch.device) -> int:
     """The GPU's multiprocessors, each of which runs at least one program at a time; 1 in Triton's interpreter."""
-    return 1 if INTERPRET.value else properties(device).multi_processor_count
-
-
-def properties(device: torch.device) -> Any:
-    """The GPU's properties. A device without a number is the current GPU, which may be another one next time."""
-    return torch.cuda.get_device_properties(device) if device.index is None else properties_of(device)
+    return 1 if INTERPRET.value else multiprocessors_of(device)
 
 
 @lru_cache
-def properties_of(device: torch.device) -> Any:
-    """`properties`, asked once for each GPU: torch takes microseconds to answer, and a call asks several times."""
-    return torch.cuda.get_device_properties(device)
+def multiprocessors_of(device: torch.device) -> int:
+    """`multiprocessors` of a GPU with a number, as tensors have it."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class DeviceOf(torch.cuda.device_of):

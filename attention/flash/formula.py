@@ -339,7 +339,8 @@ def kernel_inputs(call: KernelCall, T: int, S: int, layout: Layout | None = None
     """
     score = call.spec.score
     if score.formula is None or written(score).code is None:
-        return call.inputs._replace(formula=None, factors=None)
+        read = call.inputs.formula is None and call.inputs.factors is None
+        return call.inputs if read else call.inputs._replace(formula=None, factors=None)
     p = plan_of(score)
     if layout is None:
         layout = Layout(call.q_start, call.k_start) if call.spec.offsets else Layout()

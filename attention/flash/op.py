@@ -7,6 +7,7 @@ break; the dropout key is a tensor among their arguments, so new steps and repla
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -78,6 +79,9 @@ def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
+check_once = lru_cache(maxsize=256)(check)  # for the device of a tensor, which stays the same GPU
+
+
 def check_backward(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise UnsupportedAttention where the tiles of fp32 do not fit the shared memory of a multiprocessor."""
     if dtype == torch.float32 and head_dim > 128 and gpu.capability(device)[0] not in (9, 10):
@@ -144,7 +148,7 @@ def horizons(q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, compiling: bool) 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and lse2 as `forward` gives them."""
-    check(q.shape[-1], q.dtype, q.device)
+    check_once(q.shape[-1], q.dtype, q.device)
     out = torch.empty_like(q)
     with DeviceOf(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
@@ -208,11 +212,12 @@ def _(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> list[Tensor]:
     return [*empty_gradients(q, k, v), *(x.new_empty(x.shape) for x in others)]
 
 
-def places_of_gradients(spec: Spec) -> list[int]:
+@lru_cache(maxsize=1024)
+def places_of_gradients(spec: Spec) -> tuple[int, ...]:
     """The places, in `Inputs.present`, of the tensors whose gradients follow those of q, k and v."""
     names = spec.inputs()
     asked = {"slopes": spec.slopes, "sinks": "sinks" in names, "factors": spec.factors == "learned"}
-    return [*spec.learned, *(spec.computed + names.index(name) for name, is_asked in asked.items() if is_asked)]
+    return *spec.learned, *(spec.computed + names.index(name) for name, is_asked in asked.items() if is_asked)
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -386,8 +391,10 @@ class FlashAttention(Attention):
             inputs = inputs._replace(horizons=horizons(q.detach(), k.detach(), inputs, spec, compiling))
         if compiling or is_selectively_recomputed():
             out, lse, _ = flash_forward(q, k, v, inputs.present(), spec.text(), *positions)
-        else:
+        elif torch.is_grad_enabled():
             out, lse, _ = Eager.apply(spec, *positions, q, k, v, *inputs.present())
+        else:
+            out, lse, _ = run_forward(q, k, v, KernelCall(spec, inputs, *positions))
         return AttentionOutput(out if out.shape[-1] == D else out[..., :D], lse)
 
     def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:

@@ -145,7 +145,7 @@ class Scalars(NamedTuple):
 
 def launch_scalars(call: KernelCall, n_together: int) -> Scalars:
     """The scalars of a call's launch."""
-    starts, scale = call.inputs.starts, call.spec.scale
+    starts, scale = call.inputs.starts, float(call.spec.scale)  # of which Triton would make a constant if it were 1
     length = None if starts is None else starts.shape[1]
     positions = (call.q_start, call.k_start) if call.spec.offsets else (None, None)
     whole = [None if x is None else unspecialised(x) for x in (n_together, *positions, length)]

@@ -13,6 +13,8 @@ the first addend of q k^T: no thread loads a key's number, or keeps it in regist
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -23,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...gpu import ALIGNMENT
-from ...spec import Inputs
+from ...spec import Inputs, Spec
 from .. import tiles as plain
 from ..call import KernelCall, Mode
 from ..formula import COLUMN_ALIGNMENT, LARGEST_TILE, Distances, Pairs, added_by, kernel_inputs, plan_of, written
@@ -37,9 +39,10 @@ LINE = tl.constexpr(32)  # fp32 values that the L2 cache holds together
 ROOM = tl.constexpr(192)  # values on either side of those of distances: as far as a tile reaches
 
 
-def hopper_mode(call: KernelCall, q: Tensor) -> Mode:
-    """The Mode of a call, without its formula if that only adds a value."""
-    mode, added = plain.mode_of(call, q), added_by(call.spec.score)
+@lru_cache(maxsize=1024)
+def hopper_mode(spec: Spec, head_dim: int, dtype: torch.dtype, horizon: bool) -> Mode:
+    """The `kernel_mode` of a call, without its formula if that only adds a value."""
+    mode, added = plain.kernel_mode(spec, head_dim, dtype, horizon), added_by(spec.score)
     return mode._replace(formula=None, added=added) if added in STAGES else mode
 
 

@@ -16,6 +16,7 @@ of the tiles is that of DASH (arXiv:2601.21824).
 The last key tile that a query tile sees adds nothing: it gets the sum of the others in its slot, and writes dq.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,8 @@ from ...gpu import multiprocessors
 from ...scores.sinks import sinks_gradient_of_kernels
 from .. import tiles as plain
 from ..backward import Gradients, Targets
-from ..call import KernelCall
+from ..call import KernelCall, Mode, Problem
+from ..launch import kind_of, launch
 from ..score import LOG2_E, locate
 from .added import far_number, hopper_inputs, hopper_mode
 from .backward_pipeline import (
@@ -49,7 +51,7 @@ from .backward_pipeline import (
     writer,
 )
 from .backward_step import QueryTile, first_scores, keys_in_registers, load_added, no_sums, scores_layout, step
-from .configs import BackwardConfig, backward_blocks, key_tiles_together
+from .configs import BackwardBlocks, BackwardConfig, backward_blocks, key_tiles_together
 from .program import (
     Program,
     Sizes,
@@ -392,6 +394,26 @@ def backward_kernel(q, k, v, do, dq, dk, dv, rows, delta, dq_sum, call, CONFIG: 
         )
 
 
+class Plan(NamedTuple):
+    """What the properties of a call determine: `n_together` key/value heads run at the same time, if there are more."""
+
+    blocks: BackwardBlocks
+    mode: Mode
+    n_together: int
+
+
+@lru_cache(maxsize=1024)
+def plan_backward(problem: Problem, H: int, H_kv: int, n_programs: int, horizon: bool, writes_ds: bool) -> Plan:
+    """The plan of a call with H query heads and H_kv key/value heads; `horizon` as Mode has it."""
+    blocks = backward_blocks(problem)
+    mode = hopper_mode(problem.spec, problem.head_dim, problem.dtype, horizon)
+    if mode.biased and H_kv != H:  # heads differ in their biases, and the keys' operand belongs to one head
+        blocks = blocks._replace(rows_in_products=False)
+    if writes_ds:
+        blocks = blocks._replace(writes_ds=True, ds_aligned=problem.keys % 4 == 0)
+    return Plan(blocks, mode, max(1, n_programs // key_tiles_together(problem, H // H_kv)))
+
+
 def backward(
     do: Tensor,
     q: Tensor,
@@ -414,13 +436,12 @@ def backward(
     problem = call.problem(q, k)
     if problem.head_dim > 128:
         return wide_backward(do, q, k, v, out, lse2, gradients, call)
-    blocks, mode = backward_blocks(problem), hopper_mode(call, q)
     B, H, T, _ = q.shape
-    H_kv, S = k.shape[1:3]
-    if mode.biased and H_kv != H:  # heads differ in their biases, and the keys' operand belongs to one head
-        blocks = blocks._replace(rows_in_products=False)
-    if ds is not None:
-        blocks = blocks._replace(writes_ds=True, ds_aligned=S % 4 == 0)
+    _, H_kv, S, _ = k.shape
+    n_programs = multiprocessors(q.device)
+    blocks, mode, n_together = plan_backward(
+        problem, H, H_kv, n_programs, call.inputs.horizons is not None, ds is not None
+    )
     n_m, n_n = (T + blocks.q - 1) // blocks.q, (S + blocks.k - 1) // blocks.k
     if T > S or call.spec.offsets:  # a query tile may then see no key tile that would write its dq
         dq.zero_()
@@ -435,44 +456,55 @@ def backward(
         delta=delta,
         parts=q.new_empty(B * H * n_rows, 16 if mode.biased else 8, dtype=torch.bfloat16) if in_products else None,
     )
-    next_tiles = q.new_empty(B * H * n_m, dtype=torch.int32)
-    counters = Counters(next_tiles, q.new_empty(1, dtype=torch.int32), None)
+    counters = Counters(q.new_empty(B * H * n_m, dtype=torch.int32), q.new_empty(1, dtype=torch.int32), None)
     dq_sum = q.new_empty(B * H * n_m * blocks.q * blocks.columns // WIDTH.value, WIDTH.value, dtype=torch.float32)
-    delta_kernel[(B * H * n_m,)](
-        plain.tiles(out, blocks.q, blocks.columns),
-        plain.tiles(do, blocks.q, blocks.columns),
-        lse2,
-        rows,
-        counters,
-        slopes,
-        call.spec.scale * LOG2_E.value,
-        H,
-        T,
-        n_m,
-        BLOCKS=blocks,
-        CONSTANTS=DeltaConstants((256 - call.spec.threshold) / 256, mode.biased),
+    kind = kind_of(q, call)
+    launch(
+        delta_kernel,
+        (B * H * n_m, 1, 1),
+        kind,
+        (
+            plain.tiles(out, blocks.q, blocks.columns),
+            plain.tiles(do, blocks.q, blocks.columns),
+            lse2,
+            rows,
+            counters,
+            slopes,
+            call.spec.scale * LOG2_E.value,
+            H,
+            T,
+            n_m,
+        ),
+        (blocks, DeltaConstants((256 - call.spec.threshold) / 256, mode.biased)),
         enable_fp_fusion=True,
     )
-    n_programs = multiprocessors(q.device)
-    n_together = max(1, n_programs // key_tiles_together(problem, H // H_kv))
-    scalars = plain.launch_scalars(call, min(B * H_kv, n_together))
-    backward_kernel[(min(n_programs, n_n * B * H_kv),)](
-        tiles(q, blocks.q, blocks.columns),
-        tiles(k, blocks.k, blocks.columns),
-        tiles(v, blocks.k, blocks.columns),
-        tiles(do, blocks.q, blocks.columns),
-        tiles(dq, blocks.q, blocks.columns),
-        tiles(dk, blocks.k, blocks.columns),
-        tiles(dv, blocks.k, blocks.columns),
-        parts_tiles(rows.parts, blocks.q, PARTS.value)
-        if in_products
-        else row_tiles(rows.lse2, n_rows, blocks.q)
-        if biased
-        else row_tiles(lse2, T, blocks.q),
-        None if in_products else row_tiles(rows.delta, T, blocks.q),
-        matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
-        KernelArguments(counters, Targets(sums, ds), hopper_inputs(call, T, S), scalars),
-        CONFIG=BackwardConfig(blocks, mode),
+    if in_products:
+        row_values = parts_tiles(rows.parts, blocks.q, PARTS.value)
+    else:
+        row_values = row_tiles(rows.lse2, n_rows, blocks.q) if biased else row_tiles(lse2, T, blocks.q)
+    launch(
+        backward_kernel,
+        (min(n_programs, n_n * B * H_kv), 1, 1),
+        kind,
+        (
+            tiles(q, blocks.q, blocks.columns),
+            tiles(k, blocks.k, blocks.columns),
+            tiles(v, blocks.k, blocks.columns),
+            tiles(do, blocks.q, blocks.columns),
+            tiles(dq, blocks.q, blocks.columns),
+            tiles(dk, blocks.k, blocks.columns),
+            tiles(dv, blocks.k, blocks.columns),
+            row_values,
+            None if in_products else row_tiles(rows.delta, T, blocks.q),
+            matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
+            KernelArguments(
+                counters,
+                Targets(sums, ds),
+                hopper_inputs(call, T, S),
+                plain.launch_scalars(call, min(B * H_kv, n_together)),
+            ),
+        ),
+        (BackwardConfig(blocks, mode),),
         num_warps=8,
         enable_fp_fusion=True,
     )

@@ -20,6 +20,7 @@ gives the copy engine its next tiles. Three or four programs share a multiproces
 the softmax, the beginning and the end of the others.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +37,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...gpu import multiprocessors
 from ...scores.soft_cap import LEAST_MAXIMUM
-from ..call import KernelCall
+from ..call import KernelCall, Mode, Problem
 from ..formula import is_biased
 from ..forward import factor_input, load_factors, scaled_queries, without_keys
+from ..launch import Grid, kind_of, launch
 from ..score import LOG2_E, key_interval, locate
-from ..tiles import Rows, head_bytes, head_group_size, launch_scalars, rows_like, store_lse, swizzle
+from ..tiles import Rows, head_group_size, launch_scalars, rows_like, store_lse, swizzle
 from .added import hopper_inputs, hopper_mode, key_numbers
 from .configs import ForwardBlocks, forward_blocks
 from .forward_pipeline import (
@@ -176,6 +178,33 @@ def forward_kernel(q, k, v, parts, out, rows, inputs, p_work, scalars, BLOCKS: g
         )
 
 
+class Plan(NamedTuple):
+    """What the properties of a call determine: see `launch` for the first three."""
+
+    blocks: ForwardBlocks
+    mode: Mode
+    grid: Grid
+    n_together: int
+
+
+@lru_cache(maxsize=1024)
+def plan_forward(
+    problem: Problem, B: int, H: int, H_kv: int, n_programs: int, horizon: bool, blocks: ForwardBlocks | None
+) -> Plan:
+    """The plan of a call with B sequences, H query heads and H_kv key/value heads; `horizon` as Mode has it."""
+    blocks = blocks or forward_blocks(problem)
+    rows = blocks.consumers * ROWS.value
+    n_m = (problem.queries + rows - 1) // rows
+    n_together = head_group_size(B * H, problem.keys * problem.head_dim * problem.dtype.itemsize, H // H_kv)
+    if horizon:
+        n_together = max(n_together, min(B * H, HEADS_WITH_HORIZONS))
+    if blocks.consumers == 1:
+        n_m = (n_m + blocks.q_stages - 1) // blocks.q_stages
+        n_programs = n_m * B * H
+    mode = hopper_mode(problem.spec, problem.head_dim, problem.dtype, horizon)
+    return Plan(blocks, mode, (min(n_programs, n_m * B * H), 1, 1), n_together)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, call: KernelCall, blocks: ForwardBlocks | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -184,34 +213,33 @@ def forward(
     It alone multiplies the queries by their factors itself, where the call has some and registers allow it.
     """
     B, H, T, _ = q.shape
-    blocks = blocks or forward_blocks(call.problem(q, k))
-    (H_kv, S), factors = k.shape[1:3], call.inputs.factors
-    if factors is not None and blocks.consumers == 3:  # else their products and softmax would overlap less
-        q, factors = scaled_queries(q, factors), None
+    _, H_kv, S, _ = k.shape
+    horizon, factors = call.inputs.horizons is not None, call.inputs.factors
     lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
     if out.numel() == 0 or S == 0:
         return without_keys(out, lse, lse2, call.inputs.sinks)
-    rows = blocks.consumers * ROWS.value
-    n_m = (T + rows - 1) // rows
+    blocks, mode, grid, n_together = plan_forward(
+        call.problem(q, k), B, H, H_kv, multiprocessors(q.device), horizon, blocks
+    )
+    if factors is not None and blocks.consumers == 3:  # else their products and softmax would overlap less
+        q, factors = scaled_queries(q, factors), None
     alone = blocks.consumers == 1
-    n_programs = multiprocessors(q.device)
-    n_together = head_group_size(B * H, head_bytes(k), H // H_kv)
-    if call.inputs.horizons is not None:
-        n_together = max(n_together, min(B * H, HEADS_WITH_HORIZONS))
-    if alone:
-        n_m = (n_m + blocks.q_stages - 1) // blocks.q_stages
-    forward_kernel[(n_m * B * H if alone else min(n_programs, n_m * B * H),)](
-        tiles(q, ROWS.value, blocks.columns),
-        tiles(k, blocks.k, blocks.columns),
-        tiles(v, blocks.k, blocks.columns),
-        key_numbers(call, q, S, blocks.k) if is_biased(call.spec.score) else None,
-        tiles(out, ROWS.value, blocks.columns),
-        Rows(lse, lse2),
-        hopper_inputs(call, T, S)._replace(factors=None if factors is None else factor_input(factors)),
-        None if alone else torch.zeros(1, dtype=torch.int32, device=q.device),
-        launch_scalars(call, n_together),
-        BLOCKS=blocks,
-        MODE=hopper_mode(call, q),
+    launch(
+        forward_kernel,
+        grid,
+        kind_of(q, call),
+        (
+            tiles(q, ROWS.value, blocks.columns),
+            tiles(k, blocks.k, blocks.columns),
+            tiles(v, blocks.k, blocks.columns),
+            key_numbers(call, q, S, blocks.k) if is_biased(call.spec.score) else None,
+            tiles(out, ROWS.value, blocks.columns),
+            Rows(lse, lse2),
+            hopper_inputs(call, T, S)._replace(factors=None if factors is None else factor_input(factors)),
+            None if alone else torch.zeros(1, dtype=torch.int32, device=q.device),
+            launch_scalars(call, n_together),
+        ),
+        (blocks, mode),
         num_warps=4,
         maxnreg=blocks.registers if alone else None,
         enable_fp_fusion=True,

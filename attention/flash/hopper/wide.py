@@ -350,7 +350,9 @@ def backward(
     Returns the gradient of the sinks (H,), or None where there are none.
     """
     sinks, slopes = call.inputs.sinks, call.inputs.slopes
-    blocks, mode = backward_blocks(call.problem(q, k)), hopper_mode(call, q)
+    problem = call.problem(q, k)
+    blocks = backward_blocks(problem)
+    mode = hopper_mode(call.spec, problem.head_dim, problem.dtype, call.inputs.horizons is not None)
     (B, H, T, _), (H_kv, S) = q.shape, k.shape[1:3]
     n_m, n_n = (T + blocks.q - 1) // blocks.q, (S + blocks.k - 1) // blocks.k
     do = plain.addressable(do)
