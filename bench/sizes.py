@@ -21,7 +21,7 @@ SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Most code tokens of each package; a package within another does not count there again.
 BUDGETS = {
     "attention/check": 33_000,
-    "attention/flash": 69_900,
+    "attention/flash": 70_500,
     "attention": 49_900,
     "mixers": 6_000,
     "model": 22_800,
@@ -37,7 +37,7 @@ BUDGETS = {
     ".": 6_000,
     "tests": 254_500,
 }
-MOST_FILES = 336
+MOST_FILES = 337
 MOST_WORDS = 27_300  # of the pages in docs/
 MOST_OPTIONS = 126
 
