@@ -23,11 +23,6 @@ from tests.recipe.compare.synthetic import write_run
 ROOT = Path(__file__).parents[1]
 
 
-def run_compare(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "compare.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
-
-
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
     for attention in ("naive", "flash"):
@@ -41,7 +36,9 @@ def test_one_command_writes_the_report_into_the_sweep(sweep: Path, capsys: pytes
     assert out.startswith("Parity is open for flash.\n  flash: open\n")
     assert f"report: {sweep / 'report' / 'index.html'}" in out
     assert (sweep / "report" / "index.html").is_file()
+    (sweep / "ladder.json").write_text('{"format": 1, "depths": [1, 2]}')  # of an earlier version
     compare.main([str(sweep)])  # a second time reads the runs, not the report
+    assert capsys.readouterr().out == out
 
 
 def test_the_report_on_several_folders_is_in_a_new_folder(sweep: Path, here: Path) -> None:
@@ -73,17 +70,17 @@ def test_torch_is_not_needed(sweep: Path) -> None:
         "sys.meta_path.insert(0, Blocked)\n"
         f"import compare; compare.main([{str(sweep)!r}])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    started = {**os.environ, "PYTHONPATH": ""}  # not forked from a process that has torch
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=started, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (sweep / "report" / "index.html").is_file()
 
 
-def test_failures_are_one_sentence_and_a_status(tmp_path: Path) -> None:
-    done = run_compare(tmp_path)
-    assert done.returncode == 1
+def test_failures_are_one_sentence_and_a_status(tmp_path: Path, forked: None) -> None:
+    command = [sys.executable, str(ROOT / "compare.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("error: no runs found in ")
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -104,14 +101,10 @@ def test_mistakes_are_named(arguments: list[str], sentence: str, here: Path) -> 
 
 
 @pytest.mark.parametrize("out", ["file", "file/below", "/proc/x"])
-def test_a_place_that_cannot_be_written_to_is_named(out: str, sweep: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    done = run_compare(sweep, f"out={out}", cwd=tmp_path)
-    assert done.returncode == 1
-    assert re.fullmatch(
-        rf"error: the report cannot be written to {out} \(.+\), .*name another folder with out=<folder>\.\n",
-        done.stderr,
-    )
+def test_a_place_that_cannot_be_written_to_is_named(out: str, sweep: Path, here: Path) -> None:
+    (here / "file").write_text("")
+    with pytest.raises(ReportError, match=rf"^the report cannot be written to {out} \(.+\), .* out=<folder>\.$"):
+        compare.main([str(sweep), f"out={out}"])
 
 
 def test_a_full_disk_leaves_the_page_of_before_and_names_the_way_on(
@@ -128,12 +121,6 @@ def test_a_full_disk_leaves_the_page_of_before_and_names_the_way_on(
     with pytest.raises(ReportError, match=r"No space left.*nothing of it was; free space there, or name another"):
         compare.main([str(sweep)])
     assert {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()} == before
-
-
-def test_the_folder_of_an_old_ladder_is_one_of_ordinary_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (sweep / "ladder.json").write_text('{"format": 1, "depths": [1, 2]}')
-    compare.main([str(sweep)])
-    assert "Parity is open for flash." in capsys.readouterr().out
 
 
 def test_a_reference_that_did_not_run_is_named(sweep: Path) -> None:
@@ -190,7 +177,7 @@ def test_a_wandb_that_fails_costs_a_sentence(sweep: Path, monkeypatch: pytest.Mo
     assert "W&B could not take the report (RuntimeError: no such server)" in said
 
 
-def test_a_wandb_that_hangs_costs_a_limited_time(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wandb_that_hangs_costs_a_limited_time(sweep: Path, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process, too, ends: W&B's own threads do not hold it."""
     monkeypatch.setattr(publish, "LIMIT", 0.1)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=lambda **_: threading.Event().wait(100)))
@@ -199,8 +186,8 @@ def test_a_wandb_that_hangs_costs_a_limited_time(sweep: Path, monkeypatch: pytes
         "import atexit, time\natexit.register(time.sleep, 100)\ndef Settings(**_): raise RuntimeError('no server')\n"
     )
     command = [sys.executable, str(ROOT / "compare.py"), str(sweep), "wandb=online"]
-    paths = {**os.environ, "PYTHONPATH": str(sweep.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, env=paths, check=True, timeout=60)
+    monkeypatch.setenv("PYTHONPATH", str(sweep.parent), prepend=os.pathsep)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert "W&B could not take the report (RuntimeError: no server)" in done.stdout
 
 

@@ -85,7 +85,7 @@ def test_it_resumes_with_the_same_losses(kind: str, folder: Path, recorded: dict
 
 
 @pytest.mark.slow
-def test_a_sharded_run_resumes_on_as_many_ranks(folder: Path, recorded: dict[str, Any]) -> None:
+def test_a_sharded_run_resumes_on_as_many_ranks(folder: Path, recorded: dict[str, Any], forked: None) -> None:
     run = shutil.copytree(folder / "sharded", folder / "sharded-again", symlinks=True)
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     resume = [str(ROOT / "train.py"), f"resume={run.name}", f"training.steps={recorded['more']}"]
@@ -127,3 +127,5 @@ def test_an_arena_goes_on_with_further_seeds(folder: Path, forked: None) -> None
     subprocess.run(command, check=True, timeout=300)
     assert [(folder / "arena" / str(n) / "summary.json").read_bytes() for n in range(4)] == before
     assert len(list((folder / "arena").glob("*/summary.json"))) == 6
+    plan = json.loads((folder / "arena" / "arena.json").read_text())
+    assert [look["seeds"] for look in plan["looks"]] == [2, 3]

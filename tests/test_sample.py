@@ -195,12 +195,11 @@ def test_the_stop_text_ends_the_continuation(run, capsys):
     assert capsys.readouterr().out == "def " + whole[: whole.index(stop)] + "\n"
 
 
-@pytest.mark.parametrize(("suffix", "encoding"), [("txt", "utf-8-sig"), ("jsonl", "utf-8")])
-def test_a_text_of_many_depends_on_its_prompt_and_number_alone(run, tmp_path, capsys, suffix, encoding):
+def test_a_text_of_many_depends_on_its_prompt_and_number_alone(run, tmp_path, capsys):
     prompts = ["def ", "a", "class", "if x:", "\u2028b"]
-    lines = prompts if suffix == "txt" else [json.dumps({"prompt": prompt, "id": 7}) for prompt in prompts]
-    (tmp_path / f"prompts.{suffix}").write_text("\n".join(lines) + "\n", encoding=encoding)
-    files = [f"prompts={tmp_path / 'prompts'}.{suffix}", f"out={tmp_path / 'texts.jsonl'}"]
+    lines = [json.dumps({"prompt": prompt, "id": 7}) for prompt in prompts]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    files = [f"prompts={tmp_path / 'prompts.jsonl'}", f"out={tmp_path / 'texts.jsonl'}"]
     main([f"run={run}", *files, "batch=2", "tokens=12", "temperature=0.5", "top_k=20", "seed=3"])
     found = [json.loads(line) for line in (tmp_path / "texts.jsonl").open()]
     assert sorted(line["index"] for line in found) == list(range(5))
@@ -214,9 +213,9 @@ def test_a_text_of_many_depends_on_its_prompt_and_number_alone(run, tmp_path, ca
     assert captured.out == ""
     assert "5 of 5 prompts" in captured.err
     others = ["x" * n for n in range(1, 5)]
-    for line in found:  # at the same place, among others
+    for line in found[::2]:  # at the same place, among others
         beside = [*others[: line["index"]], line["prompt"], *others[line["index"] :]]
-        (tmp_path / "beside.txt").write_text("\n".join(beside), encoding="utf-8")
+        (tmp_path / "beside.txt").write_text("\n".join(beside), encoding="utf-8-sig")
         main([f"run={run}", f"prompts={tmp_path / 'beside.txt'}", "batch=5", "tokens=12", *SAMPLED])
         again = [json.loads(text) for text in capsys.readouterr().out.removesuffix("\n").split("\n")]
         assert [text["text"] for text in again if text["index"] == line["index"]] == [line["text"]]
@@ -370,7 +369,7 @@ def test_arguments_that_cannot_be_meant_are_refused_in_one_sentence(arguments, s
     assert "\n" not in str(raised.value)
 
 
-def test_failures_end_the_program_with_one_sentence(run):
+def test_failures_end_the_program_with_one_sentence(run, forked):
     command = [sys.executable, sample.__file__, f"run={run}", "top_k=0"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")

@@ -27,6 +27,10 @@ from data.tokenizers import bytes_tokenizer
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
+from recipe.compare.parity import judge
+from recipe.compare.runs import find_runs
+from recipe.compare.sweeps import cells_of
+from recipe.compare.verdict import Outcome
 from recipe.distributed.world import World
 from recipe.errors import UserError, refusals
 from recipe.infer.huggingface import Origin, export
@@ -41,6 +45,7 @@ from recipe.training.optimizer import ScheduleConfig
 from recipe.training.options import TrainingConfig
 from recipe.training.parity_probe import ParityConfig
 from recipe.training.step import NonFiniteError, Trainer
+from tests.wrong_attention import CLASSES, WRONG
 
 ROOT = Path(__file__).parents[1]
 
@@ -277,7 +282,9 @@ def test_documents_of_a_row_are_separated_in_training_evaluation_and_the_probe(
     for n in range(40):
         (Path("texts") / f"{n}.txt").write_text(Path(os.__file__).read_text()[100 * n : 100 * n + 20 + n])
     data = replace(config.data, path="texts", val_fraction=0.3)
-    config = replace(config, data=data, parity=ParityConfig(every=4), score=ScoreConfig(window=7, sinks=True))
+    training = replace(config.training, steps=4)
+    score, parity = ScoreConfig(window=7, sinks=True), ParityConfig(every=4)
+    config = replace(config, data=data, parity=parity, score=score, training=training)
     found = {}
     for documents in Documents:
         for attention in (config.attention, AttentionConfig("tiled", dropout=0.1, block_q=8, block_k=8)):
@@ -322,7 +329,7 @@ def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(confi
         config,
         data=DataConfig(name="needle"),
         model=replace(config.model, positions=Positions.rotary),
-        probes=["needle", "mqar"],
+        probes=["needle"],
     )
     with pytest.raises(UserError, match=r"probes=needle needs a vocabulary of 129 tokens, and that of data=counting"):
         run(replace(task, data=DataConfig(name="counting")), "small")
@@ -331,10 +338,10 @@ def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(confi
     lines = read_metrics(folder / "metrics.jsonl")
     assert [line["step"] for line in lines if "probe/needle" in line] == [0, 4, 8]
     found = summary(folder)["probes"]
-    assert found.keys() == {"needle", "mqar"}
+    assert found.keys() == {"needle"}
     assert found["needle"]["lengths"] == [32, 64, 128, 256]
     assert [len(row) for row in found["needle"]["accuracy"]] == [9] * 4
-    assert_measured_again(folder, "needle", "mqar")
+    assert_measured_again(folder, "needle")
     for path in (folder / "checkpoints").glob("step-00000008*"):
         shutil.rmtree(path)
     (folder / "summary.json").unlink()
@@ -354,6 +361,27 @@ def test_the_loss_by_position_of_a_text_is_measured_beyond_the_trained_length(co
     assert_measured_again(Path("run"), "position_loss", "induction")
     with pytest.raises(ConfigError, match="probes=position_loss measures a text, and data=mqar is none"):
         run(replace(text, data=DataConfig(name="mqar")), "task")
+
+
+@pytest.mark.slow
+def test_the_verdict_on_runs_catches_a_wrong_attention_and_accuses_no_right_one(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = WRONG["mask_ignores_layer"]
+    for cls in CLASSES:
+        monkeypatch.setitem(IMPLEMENTATIONS, cls.name, cls)
+    tiled = AttentionConfig("tiled", block_q=16, block_k=16, dropout=wrong.dropout)
+    training = replace(config.training, steps=20, log_every=1, eval_every=10, sample_tokens=0, checkpoint_every=0)
+    config = replace(config, training=training, parity=ParityConfig(every=10))
+    for attention in (AttentionConfig(dropout=wrong.dropout), tiled, wrong):
+        for seed in (1, 2):
+            run(replace(config, attention=attention, seed=seed), f"{attention.name}-{seed}")
+    verdicts = {found.label.split()[0]: found for found in judge(cells_of(find_runs([Path()]).runs))}
+    assert verdicts["tiled"].outcome is Outcome.holds, verdicts["tiled"]
+    assert verdicts["tiled"].gaps == ()
+    assert verdicts[wrong.name].outcome is Outcome.broken
+    assert verdicts[wrong.name].probe is not None
+    assert verdicts[wrong.name].probe.ratio > 100
 
 
 def test_documents_need_a_text_that_has_several(config: Config) -> None:

@@ -200,13 +200,13 @@ def test_compare_recognises_an_arena_and_keeps_it_alone(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_a_report_of_400_runs_takes_seconds(tmp_path: Path) -> None:
-    effects = {f"arm-{n}": -0.01 * n for n in range(8)}
-    folder = write_arena(tmp_path / "s", effects, seeds=47, rates={0.001: 0.1, 0.003: 0.0, 0.006: 0.2})
-    assert len(list(folder.glob("*/summary.json"))) == 400
+def test_a_report_of_100_runs_takes_seconds(tmp_path: Path) -> None:
+    effects = {f"arm-{n}": -0.01 * n for n in range(4)}
+    folder = write_arena(tmp_path / "s", effects, seeds=22, rates={0.001: 0.1, 0.003: 0.0, 0.006: 0.2})
+    assert len(list(folder.glob("*/summary.json"))) == 100
     start = time.process_time()  # which other programs do not lengthen
     report_of(folder)
-    assert time.process_time() - start < 20
+    assert time.process_time() - start < 6
 
 
 @needs_browser

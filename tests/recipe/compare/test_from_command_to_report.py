@@ -1,4 +1,4 @@
-"""An arena from its command to its report, with real runs: interrupted, continued, extended."""
+"""An arena from its command to its report, with real runs: interrupted and continued."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 COMMAND = [
-    "experiment=arena", "arena.arms=causal: score=causal | near: score=alibi", "arena.lr=[1,2]",
+    "experiment=arena", "arena.arms=causal: score=causal | near: score=alibi", "arena.lr=[]",
     "arena.seeds=2", "data=text", "data.path=text.txt", "data.cache=cache", "device=cpu", "tracking=disabled",
     "seq_len=16", "model.n_layers=1", "model.n_heads=2", "model.n_embd=16", "training.steps=4",
     "training.eval_every=2", "training.eval_batches=1",
@@ -33,7 +33,7 @@ def compare(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.timeout(600)
-def test_an_arena_is_interrupted_continued_extended_and_reported(tmp_path: Path) -> None:
+def test_an_arena_is_interrupted_continued_and_reported(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     first = train(tmp_path)
     deadline = time.monotonic() + 200
@@ -44,7 +44,7 @@ def test_an_arena_is_interrupted_continued_extended_and_reported(tmp_path: Path)
     first.send_signal(signal.SIGINT)
     printed, _ = first.communicate(timeout=100)
     assert first.returncode == 130
-    assert "[1/12]  causal, seed 1000001, optimizer.lr=0.003" in printed
+    assert "[1/4]  causal, seed 1" in printed
     assert " left" in printed
     (sweep,) = tmp_path.glob("multirun/*/*")
     done = json.loads((sweep / "0" / "summary.json").read_text())
@@ -56,16 +56,11 @@ def test_an_arena_is_interrupted_continued_extended_and_reported(tmp_path: Path)
     assert again.returncode == 0, printed
     assert len(list(tmp_path.glob("multirun/*/*"))) == 1
     assert json.loads((sweep / "0" / "summary.json").read_text()) == done
-    assert "[12/12]  near, seed 2: loss" in printed
+    assert "[4/4]  near, seed 2: loss" in printed
 
-    more = train(tmp_path, "arena.seeds=3", f"hydra.sweep.dir={sweep}")
-    printed, _ = more.communicate(timeout=200)
-    assert more.returncode == 0, printed
-    plan = json.loads((sweep / "arena.json").read_text())
-    assert [look["seeds"] for look in plan["looks"]] == [2, 3]
-    assert "(3 seeds)" in compare(sweep)
+    assert "(2 seeds)" in compare(sweep)
     results = json.loads((sweep / "report" / "arena.json").read_text())
-    assert len(results["losses"]["near"]) == 3
+    assert len(results["losses"]["near"]) == 2
     assert all(run["attention_ms"] > 0 for run in map(summary, sorted(sweep.glob("[0-9]*"))))
 
 

@@ -43,8 +43,8 @@ def row_of(verdict: Verdict) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("precision", "chaos"), [("bf16", 1), ("bf16", 100), ("fp32", 1), ("fp32", 100)])
-def test_a_correct_implementation_passes_in_20_runs(tmp_path: Path, precision: str, chaos: float) -> None:
-    for n in range(20):
+def test_a_correct_implementation_passes(tmp_path: Path, precision: str, chaos: float) -> None:
+    for n in range(8):
         seeds = (3 * n, 3 * n + 1, 3 * n + 2) if n % 2 else (2 * n, 2 * n + 1)
         verdict = sweep(tmp_path / str(n), seeds, precision=precision, chaos=chaos)
         assert verdict.outcome is Outcome.holds, f"seeds {seeds}: {verdict}"
@@ -53,11 +53,10 @@ def test_a_correct_implementation_passes_in_20_runs(tmp_path: Path, precision: s
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_wrong_implementation_is_caught(tmp_path: Path, error: str, precision: str) -> None:
-    for n in range(3):
-        verdict = sweep(tmp_path / str(n), (n, n + 10), error=error, precision=precision)
-        assert verdict.outcome is Outcome.broken
-        assert verdict.probe is not None
-        assert verdict.probe.ratio > 10
+    verdict = sweep(tmp_path, (0, 10), error=error, precision=precision)
+    assert verdict.outcome is Outcome.broken
+    assert verdict.probe is not None
+    assert verdict.probe.ratio > 10
 
 
 def test_the_table_shows_what_was_measured(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def work(world: World) -> dict[str, Any]:
     alone = world.size == 1
     both = ("exact",) if alone else ("exact", "sharded")
     for name, parallel in PARALLEL.items():
-        if alone and name != "exact":
+        if world.size < 4 and name not in both:
             continue
         by_keys = patch("recipe.distributed.sharing.shared_by", return_value=ContextBy.keys)
         with by_keys if name.startswith("keys") else nullcontext():
@@ -233,17 +233,19 @@ def work(world: World) -> dict[str, Any]:
         found[name]["whole model"] = one_loss(trainer)
         if name == "exact":
             found["part of the moments"] = part_of_moments(trainer)
-    for name in both:  # four ranks cut biases inside a vector of the optimizer's
-        trainer = build(world, PARALLEL[name], model=PARTS)
-        found[f"{name}, all parts"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
-    for name in both if alone else (*both, "sharded, any"):
-        trainer = build(world, PARALLEL[name], model=UNEVEN, optimizer="muon")
-        found[f"{name}, muon"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
-        found[f"{name}, muon"]["whole model"] = one_loss(trainer)
-    for name in ("exact", "sharded"):
-        for trained, names in TRAINED.items():
-            trainer = build(world, PARALLEL[name], optimizer="torch's", trained=names)
-            found[f"{name}, {trained}"] = {"updates": train(trainer, range(STEPS)), "whole model": one_loss(trainer)}
+    if world.size != 2:
+        for name in both:  # four ranks cut biases inside a vector of the optimizer's
+            trainer = build(world, PARALLEL[name], model=PARTS)
+            found[f"{name}, all parts"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
+        for name in both if alone else (*both, "sharded, any"):
+            trainer = build(world, PARALLEL[name], model=UNEVEN, optimizer="muon")
+            found[f"{name}, muon"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
+            found[f"{name}, muon"]["whole model"] = one_loss(trainer)
+        for name in ("exact", "sharded"):
+            for trained, names in TRAINED.items():
+                trainer = build(world, PARALLEL[name], optimizer="torch's", trained=names)
+                updates = train(trainer, range(STEPS))
+                found[f"{name}, {trained}"] = {"updates": updates, "whole model": one_loss(trainer)}
     if world.size <= 2:  # a sum of two has one order, in a library too
         for name in both:
             found[f"{name}, two terms"] = train(build(world, PARALLEL[name], micro_batches=2), range(STEPS))
@@ -368,7 +370,7 @@ def main(rank: int, folder: Path, ports: list[str]) -> None:
                     (folder / f"{rank}-of-{size}-shared-update.json").write_text(json.dumps(shared))
                 if turn < 3:
                     (folder / f"{rank}-of-{size}.json").write_text(json.dumps(work(world)))
-            if turn < 3:
+            if turn in (0, 2):
                 variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_PORT": ports[4 + turn]}
                 os.environ.update({name: str(value) for name, value in variables.items()})
                 whole_run(world, folder / f"run-{size}", ParallelConfig(data))

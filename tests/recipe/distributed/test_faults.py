@@ -24,7 +24,7 @@ from tests.forked.server import process_of
 from tests.recipe.training.test_resume import steps_logged, train
 
 ROOT = Path(__file__).parents[3]
-STEPS = 150
+STEPS = 120
 OVERRIDES = [
     "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
     "model.n_layers=1", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1",
@@ -32,7 +32,7 @@ OVERRIDES = [
     "training.log_every=1", f"training.eval_every={STEPS // 2}", "training.checkpoint_every=5",
     "training.sample_tokens=0",
 ]  # fmt: skip
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
 
 
 def ranks_of(torchrun: subprocess.Popen[bytes]) -> dict[str, int]:
@@ -82,16 +82,11 @@ def newest_logged(run: Path) -> int:
     return read_metrics(run / "metrics.jsonl")[-1]["step"]
 
 
-def wait_for_restart(first: dict[str, int], torchrun: subprocess.Popen[bytes]) -> None:
-    wait_for(lambda: ranks_of(torchrun).keys() == {"0", "1"} and ranks_of(torchrun) != first, torchrun)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_a_killed_rank_and_an_interrupted_one_lose_nothing(here: Path) -> None:
-    """torchrun starts the ranks again after a kill in a step and one in a save; after the signal all stop, and one
-    process goes on alone."""
+    """torchrun starts the ranks again after a kill in a save; after the signal all stop, and one goes on alone."""
     shutil.copy(os.__file__, "text.txt")
     run, whole = Path("run"), Path("whole")
     whole.mkdir()
@@ -101,17 +96,13 @@ def test_a_killed_rank_and_an_interrupted_one_lose_nothing(here: Path) -> None:
     with Path("said").open("wb") as said:
         torchrun = subprocess.Popen(command, stdout=said, stderr=said)
     try:
-        wait_for(lambda: steps_logged(run) >= 25, torchrun)
+        wait_for(lambda: steps_logged(run) > 10, torchrun)
         first = ranks_of(torchrun)
-        os.kill(first["1"], signal.SIGKILL)
-        wait_for_restart(first, torchrun)
-        before, second = steps_logged(run), ranks_of(torchrun)
-        wait_for(lambda: steps_logged(run) > before + 10, torchrun)
         left_whole = kill_during_a_save(run, torchrun)
-        wait_for_restart(second, torchrun)
+        wait_for(lambda: ranks_of(torchrun).keys() == {"0", "1"} and ranks_of(torchrun) != first, torchrun)
         assert left_whole & checkpoints(run)
         before = steps_logged(run)
-        wait_for(lambda: steps_logged(run) > before + 10, torchrun)
+        wait_for(lambda: steps_logged(run) > before + 6, torchrun)
         os.kill(ranks_of(torchrun)["1"], signal.SIGTERM)
         assert torchrun.wait(60) != 0
     finally:

@@ -119,6 +119,7 @@ def test_torchrun_ends_with_the_sentence_of_the_rank_that_failed(monkeypatch, tm
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.usefixtures("forked")
 def test_under_torchrun_a_mistake_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(

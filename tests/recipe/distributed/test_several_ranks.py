@@ -85,10 +85,10 @@ def test_an_optimizer_that_derives_from_adamw_keeps_its_update() -> None:
 # Kind of training -> the numbers of ranks that are compared with one.
 SAME_BITS = {
     "": (2, 4),
-    "kept gathered": (2, 4),
-    "all parts": (2, 4),
-    "muon": (2, 4),  # also of matrices whose rows the ranks do not divide evenly, or that have fewer rows than ranks
-    **dict.fromkeys(TRAINED, (1, 2, 4)),  # frozen parameters; of a norm alone only one of four ranks measures gradients
+    "kept gathered": (4,),
+    "all parts": (4,),
+    "muon": (4,),  # also of matrices whose rows the ranks do not divide evenly, or that have fewer rows than ranks
+    **dict.fromkeys(TRAINED, (1, 4)),  # frozen parameters; of a norm alone only one of four ranks measures gradients
     "fp16": (2,),
     "bf16": (4,),
     "forgetting": (4,),  # matrices that are read in fp32 under autocast
@@ -183,8 +183,7 @@ def test_ranks_that_share_the_update_compute_the_weights_of_one(folder: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_runs_probe_evaluate_and_sample_as_on_one_rank(folder: Path, size: int) -> None:
+def test_a_run_on_several_ranks_probes_evaluates_and_samples_as_on_one_and_is_profiled(folder: Path) -> None:
     def run(size: int) -> tuple[list[dict[str, Any]], str]:
         """What a run logs, but for its speed, and the text that its model writes."""
         lines = read_metrics(folder / f"run-{size}" / "metrics.jsonl")
@@ -193,15 +192,11 @@ def test_runs_probe_evaluate_and_sample_as_on_one_rank(folder: Path, size: int) 
         said = (folder / f"run-{size}" / "said.txt").read_text()
         return logged, said.partition("step 3/3")[2].partition("\n")[2].partition("run folder")[0]
 
-    logged, text = run(size)
+    logged, text = run(4)
     assert (logged, text) == run(1)
     assert ["parity/grad_rel_err" in line for line in logged] == [False, True, False, True]
     assert ["val/loss" in line for line in logged] == [True, False, False, True]
     assert len(text.strip()) > 5
-
-
-@pytest.mark.slow
-def test_a_run_on_several_ranks_is_profiled(folder: Path) -> None:
     *_, last = read_metrics(folder / "run-4" / "metrics.jsonl")
     assert last["profile/exchange_percent"] > 0
     assert (folder / "run-4" / "profile" / "trace.json.gz").exists()
@@ -214,7 +209,7 @@ def test_sums_in_another_order_and_shared_sequences_differ_by_rounding_alone(fou
     exact = alone["exact, muon" if name.endswith("muon") else "exact"]
     expected = [float.fromhex(loss) for loss, _ in exact["updates"]]
     validation = float.fromhex(exact["validation"])
-    for rank in (*found[2], *found[4]):
+    for rank in found[4]:
         losses = [float.fromhex(loss) for loss, _ in rank[name]["updates"]]
         assert losses == pytest.approx(expected, abs=1e-4)
         assert float.fromhex(rank[name]["validation"]) == pytest.approx(validation, abs=1e-4)

@@ -40,7 +40,7 @@ from recipe.run.starting import with_start
 transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[3]
-VOCAB, T, SHAPES = 67, 14, 8
+VOCAB, T, SHAPES = 67, 14, 4
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 2.0},

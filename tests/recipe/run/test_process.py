@@ -57,6 +57,7 @@ def test_ctrl_c_before_a_program_runs_ends_it_with_a_sentence() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted: nothing was started\n")
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("program", ["train", "sample", "eval", "compare"])
 def test_a_script_with_lines_of_windows_is_named_in_a_sentence(program: str) -> None:
     done = subprocess.run([sys.executable, f"{program}.py", "run=x\r"], cwd=ROOT, capture_output=True, text=True)

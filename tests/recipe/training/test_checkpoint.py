@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,38 +120,40 @@ def test_a_file_is_read_once_for_as_long_as_it_stays_as_it_is(tmp_path: Path, mo
         load_checkpoint(path)
 
 
-def kill_at(moment: int, work: Callable[[], object]) -> bool:
-    """Do `work` in a process that is killed before file operation `moment`. Returns whether it got that far."""
-    pid = os.fork()
+def before_each_operation(folder: Path, copies: Path, work: Callable[[], object]) -> list[Path]:
+    """Do `work` in another process. Returns copies of the folder, as a kill before each of its file operations would
+    leave it, and as it is in the end."""
+    pid = os.fork()  # as an audit hook stays for good
     if pid == 0:
-        operations = 0
+        copying = False
 
-        def kill_before(event: str, arguments: Any) -> None:
-            nonlocal operations
-            operations += event in FILE_EVENTS
-            if event in FILE_EVENTS and operations == moment:
-                os.kill(os.getpid(), signal.SIGKILL)
+        def copy(event: str, arguments: Any) -> None:
+            nonlocal copying
+            if event in FILE_EVENTS and not copying:
+                copying = True
+                shutil.copytree(folder, copies / f"{len(names(copies)):03}", symlinks=True)
+                copying = False
 
-        sys.addaudithook(kill_before)
+        copies.mkdir()
+        sys.addaudithook(copy)
         work()
+        copy("open", ())
         os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    return sorted(copies.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("step", [300, 200], ids=["a better one", "the same step again"])
 def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path, step: int) -> None:
-    save(tmp_path / "before", 100, val_loss=2.0)
-    save(tmp_path / "before", 200, val_loss=1.5)
-    moment, killed = 0, True
-    while killed:
-        moment += 1
-        folder = tmp_path / "checkpoints"
-        shutil.copytree(tmp_path / "before", folder, symlinks=True)
-        killed = kill_at(moment, lambda folder=folder: save(folder, step, val_loss=1.0, keep_last=1))  # type: ignore[misc]
+    checkpoints = tmp_path / "checkpoints"
+    save(checkpoints, 100, val_loss=2.0)
+    save(checkpoints, 200, val_loss=1.5)
+    again = partial(save, checkpoints, step, val_loss=1.0, keep_last=1)
+    folders = before_each_operation(checkpoints, tmp_path / "copies", again)
+    assert len(folders) > 15, "a save has more file operations than that"
+    for folder in folders:
         newest, rejected = newest_valid(folder)
         assert not rejected
         assert read_manifest(newest).step in (200, step)
@@ -165,8 +168,6 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Pa
 
         save(folder, 400, keep_last=1)
         assert not [name for name in names(folder) if name.startswith(".")], "leftovers are cleaned by the next save"
-        shutil.rmtree(folder)
-    assert moment > 15, "a save has more file operations than that"
 
 
 def test_files_are_on_the_disk_before_the_checkpoint_has_its_name(

@@ -26,9 +26,7 @@ CPU = torch.device("cpu")
 T, B, VOCAB = 32, 2, 90
 
 
-def trainer(
-    attention: str, compile: bool, precision: Precision = Precision.fp32, layers: int = 1, **options: Any
-) -> Trainer:
+def trainer(attention: str, compile: bool, precision: Precision = Precision.fp32, **options: Any) -> Trainer:
     attend = AttentionConfig(name=attention, dropout=0.1)
     if attention == "tiled":
         attend.block_q = attend.block_k = 16
@@ -41,7 +39,7 @@ def trainer(
     )
     torch.manual_seed(0)
     model = GPT(
-        GPTConfig(n_layers=layers, n_heads=2, n_embd=32, dropout=0.1),
+        GPTConfig(n_layers=1, n_heads=2, n_embd=32, dropout=0.1),
         VOCAB,
         T,
         build_attention(attend),
@@ -59,41 +57,38 @@ def batches(step: int) -> list[Batch]:
 @pytest.mark.parametrize(
     ("attention", "options"),
     [
-        ("naive", {"loss": LossKind.chunked, "precision": Precision.bf16, "layers": 2}),
-        pytest.param(
+        (
             "naive",
-            {"residual_in_fp32": False, "precision": Precision.bf16, "recompute": Recompute.block},
-            marks=pytest.mark.slow,
+            {
+                "loss": LossKind.chunked,
+                "precision": Precision.bf16,
+                "residual_in_fp32": False,
+                "recompute": Recompute.block,
+            },
         ),
-        ("tiled", {"recompute": Recompute.attention}),
+        pytest.param("tiled", {"recompute": Recompute.attention}, marks=pytest.mark.slow),
     ],
 )
-def test_no_step_breaks_the_graph_or_compiles_again(attention, options, monkeypatch):
+def test_no_step_breaks_the_graph_or_compiles_again(attention, options, monkeypatch, caplog):
     torch._dynamo.reset()
+    torch._logging._internal.warning_once.cache_clear()
+    log = logging.getLogger("torch._higher_order_ops.wrap")
+    log.addHandler(caplog.handler)
     counters = torch._dynamo.utils.counters
     counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     compiled, plain = (trainer(attention, compile, **options) for compile in (True, False))
     graphs = []
-    for step in range(4):
+    for step in range(3):
         loss, expected = (x.update(step, batches(step))["train/loss"] for x in (compiled, plain))
         torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
         if step % 2 == 0:
             compiled.evaluate(batches(99))
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs == [2, 2, 2, 2]  # training and evaluation
-    assert not counters["graph_break"]
-
-
-def test_a_recomputed_step_compiles_without_torchs_reminder(monkeypatch, caplog):
-    torch._dynamo.reset()
-    torch._logging._internal.warning_once.cache_clear()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    log = logging.getLogger("torch._higher_order_ops.wrap")
-    log.addHandler(caplog.handler)
-    trainer("naive", compile=True, recompute=Recompute.block).update(0, batches(0))
     log.removeHandler(caplog.handler)
-    assert "context_fn" not in caplog.text
+    assert graphs == [2, 2, 2]  # training and evaluation
+    assert not counters["graph_break"]
+    assert "context_fn" not in caplog.text, "torch's reminder of recomputation"
 
 
 def test_a_step_without_launches_between_its_micro_batches_is_the_same():

@@ -118,7 +118,7 @@ def test_on_a_cpu_the_bits_are_those_of_the_number_of_threads_that_the_run_began
     """Of one thread and of two they differ, which torchrun and a process alone have by default."""
     monkeypatch.chdir(where)
     given = [*OVERRIDES, "seq_len=128", "training.batch_size=12", "training.batch_tokens=1536", "model.n_embd=128"]
-    given += ["schedule=constant", "schedule.warmup_steps=0", "training.eval_every=0"]
+    given += ["schedule=constant", "schedule.warmup_steps=0", "training.eval_every=0", "model.n_layers=1"]
 
     def run(name: str, threads: int, *overrides: str) -> Path:
         """A run where torch has so many threads by default."""
@@ -133,7 +133,7 @@ def test_on_a_cpu_the_bits_are_those_of_the_number_of_threads_that_the_run_began
     for name in ("of-1", "of-2", "resumed"):
         record(Path(name), given)
     of_one, of_two = (run(f"of-{threads}", threads, *given, "training.steps=2") for threads in (1, 2))
-    assert len(different(of_one, of_two)) > 20
+    assert len(different(of_one, of_two)) > 10
     run("resumed", 2, *given, "training.steps=1", "training.cpu_threads=1")
     Path("resumed/.hydra/overrides.yaml").write_text(OmegaConf.to_yaml(given))
     resumed = run("resumed", 2, "resume=auto", "training.steps=2")
@@ -143,9 +143,9 @@ def test_on_a_cpu_the_bits_are_those_of_the_number_of_threads_that_the_run_began
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stopped by a signal, resumed, interrupted from the keyboard, resumed, killed, resumed."""
+    """Stopped by a signal, resumed, killed, resumed."""
     run, overrides, stopped = where / "interrupted", OVERRIDES, 0
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         again = command(*overrides, "resume=auto", f"hydra.run.dir={run.name}")
         process = subprocess.Popen(again, cwd=where, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         while steps_logged(run) < stopped + 14:
