@@ -13,6 +13,7 @@ from attention.formula.call import reach_of
 from attention.formula.rules import check_tensors
 from data.corpora import CORPORA
 from data.mistakes import data_mistakes
+from data.options import Documents
 from data.tasks import TASKS
 from data.tasks.task import check_length
 from model.mistakes import model_mistakes
@@ -22,7 +23,7 @@ from recipe.distributed.options import check_context, check_parallel
 from recipe.distributed.ranks import from_every_rank
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
-from recipe.run.build import attention_shape
+from recipe.run.build import attention_shape, one_document
 from recipe.run.config import Config, ConfigError, as_plain
 from recipe.run.tracker import tracking_mistakes
 from recipe.run.weights import Weights
@@ -111,11 +112,13 @@ def init_mistakes(config: Config, weights: Weights) -> Iterator[str]:
 
 
 def check_corpus(config: Config) -> None:
-    """Raise UserError where there is no text."""
+    """Raise UserError where there is no text, or a single document where documents are to be separated."""
     if task := TASKS.get(config.data.name):
         check_length(task, config.seq_len)
         return
-    CORPORA[config.data.name](config.data)  # locates the files without reading them
+    corpus = CORPORA[config.data.name](config.data)  # locates the files without reading them
+    if config.data.documents is not Documents.ignore and corpus.one_document():
+        raise one_document(config)
 
 
 def device_mistakes(config: Config) -> Iterator[str]:

@@ -322,6 +322,22 @@ def test_a_mistake_that_every_job_of_a_sweep_shares_is_reported_once() -> None:
     ]  # fmt: skip
 
 
+def test_a_sweep_is_refused_before_it_runs_if_one_of_its_scores_needs_several_documents(here: Path) -> None:
+    (here / "notes.txt").write_text("some text")
+    sweep = ["experiment=variants", "data=text", "data.path=notes.txt", "attention=naive", "seed=1"]
+    with pytest.raises(ConfigError) as raised:
+        prepare(sweep)
+    [sentence] = str(raised.value).splitlines()
+    assert "data.documents=mask has no effect" in sentence
+    assert "choose another score=" in sentence
+    prepare([*sweep, "score=causal,window"])
+    (here / "more.txt").write_text("more of it")  # one of them is held out
+    with pytest.raises(ConfigError, match="is one document; use data.documents=ignore"):
+        prepare(["data=text", "data.path=.", "data.documents=restart"])
+    (here / "rows.jsonl").write_text('{"text": "one"}\n' * 9)
+    prepare(["data=text", "data.path=rows.jsonl", "data.documents=restart"])
+
+
 def test_every_key_of_the_configuration_has_a_description_of_its_values() -> None:
     assert all(expected(key) for key in keys())
 
