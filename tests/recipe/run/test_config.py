@@ -332,7 +332,7 @@ def test_a_sweep_is_refused_before_it_runs_if_one_of_its_scores_needs_several_do
     assert "choose another score=" in sentence
     prepare([*sweep, "score=causal,window"])
     (here / "more.txt").write_text("more of it")  # one of them is held out
-    with pytest.raises(ConfigError, match="is one document; use data.documents=ignore"):
+    with pytest.raises(ConfigError, match=r"is one document; use data\.documents=ignore"):
         prepare(["data=text", "data.path=.", "data.documents=restart"])
     (here / "rows.jsonl").write_text('{"text": "one"}\n' * 9)
     prepare(["data=text", "data.path=rows.jsonl", "data.documents=restart"])
