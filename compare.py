@@ -30,7 +30,7 @@ from recipe.compare.runs import ReportError, find_runs
 from recipe.compare.sweeps import label_order, labels_of
 from recipe.errors import UserError, fail, refuse_windows_lines
 from recipe.run.arguments import parse as key_values
-from recipe.run.queue.plan import Plan, read_plan
+from recipe.run.plan import Plan, read_plan
 
 
 @dataclass

@@ -54,9 +54,8 @@ from recipe.infer.evaluation.text import Text, measure, tokenised, validation_te
 from recipe.infer.huggingface.starting import is_folder
 from recipe.infer.trained import Loaded, ModelChoice, Trained, load_any, of_text
 from recipe.run.arguments import parse as key_values
-from recipe.run.compose import compose_right, expand_home, to_config
+from recipe.run.compose import checked, expand_home, to_config
 from recipe.run.config import ConfigError
-from recipe.run.launch import refuse
 from recipe.run.wording import one_sentence
 from recipe.training.device import resolve_device
 from recipe.training.memory import oom_guard
@@ -132,10 +131,7 @@ def corpus_config(overrides: list[str]) -> DataConfig:
             raise ConfigError(
                 f"{override} has no effect here: the whole text is read, with the run's tokenizer; leave it out."
             )
-    composition = compose_right(overrides)
-    refuse(composition.wrong)
-    assert composition.cfg is not None
-    data = to_config(composition.cfg).data
+    data = to_config(checked(overrides)).data
     if data.name == CHAT:
         raise ConfigError(
             "data=chat has no text to measure, and train.py measures the loss of its answers (val/loss); name a text."

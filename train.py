@@ -16,10 +16,8 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from recipe.run import process
-from recipe.run.completion import complete
 
 if __name__ == "__main__":
-    complete()  # before torch is imported, for which a shell's TAB would have to wait
     process.begin()
 
 import hydra

@@ -1,7 +1,4 @@
-"""Everything that turns attention/, model/ and data/ into runs and answers.
-
-This file imports nothing of it, so that tab completion can answer before torch is loaded.
-"""
+"""Everything that turns attention/, model/ and data/ into runs and answers."""
 
 from pathlib import Path
 

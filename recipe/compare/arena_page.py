@@ -26,7 +26,7 @@ from recipe.compare.statistics import ALPHA
 from recipe.compare.tables import run_table, runs_csv
 from recipe.files import to_json
 from recipe.run.arms import LR
-from recipe.run.queue.plan import Plan
+from recipe.run.plan import Plan
 from recipe.wording import percent
 
 RESULTS = "arena.json"

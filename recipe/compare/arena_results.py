@@ -25,7 +25,7 @@ from recipe.compare.statistics import (
     signed_rank,
 )
 from recipe.files import number
-from recipe.run.queue.plan import Plan, PlannedRun
+from recipe.run.plan import Plan, PlannedRun
 
 LOSS = "val/loss"
 SOLVED = 0.01  # of wrong answers

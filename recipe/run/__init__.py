@@ -1,16 +1,15 @@
 """From a command to a run folder: the configuration, the parts that it names, and what a run records.
 
-process.py     how a program begins and ends
-launch.py      the entry point: checks, then Hydra
-compose.py     composes a configuration, and finds mistakes in single overrides
-mistakes.py    finds mistakes in a whole configuration
-resume.py      finds the run to resume, and checks its folder
-wording.py     turns errors of Hydra into one sentence
-describe.py    what a run prints at its start and end
-completion.py  tab completion
-arguments.py   key=value arguments of the programs without Hydra
-
-This file imports nothing slow, so completion.py can answer before torch is loaded.
+launch.py     the entry point: from the command line to a run or a sweep
+compose.py    composes a configuration, and finds mistakes in single overrides
+mistakes.py   finds mistakes in a whole configuration
+resume.py     finds the run to resume, and checks its folder
+build.py      the parts of a run
+record.py     what a run writes into its folder
+arena.py      an arena: its plan, and the runs of the plan
+queue.py      the jobs of a sweep, each in a process
+wording.py    turns errors of Hydra into one sentence
+arguments.py  key=value arguments of the programs without Hydra
 """
 
 import argparse

@@ -37,8 +37,7 @@ class ArenaConfig:
     looks       how often the verdicts may be read, each time after more seeds; together they are wrong in 5 % at most
     lr          factors of each arm's optimizer.lr that are tried first; empty: none is tried
     sizes       numbers of layers that each arm trains with, the width growing with them; empty: the model as composed
-    arm, stage  set for each run of an arena: its arm, and lr or seeds
-    size        set for each run of an arena with sizes
+    arm         set for each run of an arena: its arm
     """
 
     arms: str | None = None
@@ -49,8 +48,6 @@ class ArenaConfig:
     lr: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
     sizes: list[int] = field(default_factory=list)
     arm: str | None = None
-    stage: str | None = None
-    size: int | None = None
 
 
 def read_arms(text: str, files: Sequence[str]) -> dict[str, list[str]]:

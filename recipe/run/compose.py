@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +15,34 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from recipe import CONF
 from recipe.run.arguments import suggestion
 from recipe.run.config import Config, ConfigError, holds_mapping, is_key, keys, register
-from recipe.run.queue import arena, launcher
 from recipe.run.removed import refusal
-from recipe.run.wording import expected, explain, misses_shape, quoted_twice
+from recipe.run.wording import expected, explain, quoted_twice, whole_number_hint
+from recipe.wording import as_typed
 
 MOST_JOBS = 10_000  # of a sweep: each is composed and checked before the first one starts
 
 
-@functools.cache
-def register_all() -> None:
-    """Make the schema of the configuration, the launcher and the sweepers known to Hydra, once in a process."""
-    for part in (register, launcher.register, arena.register):
-        part()
-
-
 def composed(overrides: list[str]) -> DictConfig:
     """The configuration that Hydra composes, with Hydra's options under `hydra`."""
-    register_all()
+    register()
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
         return compose("config", overrides, return_hydra_config=True)
+
+
+def checked(overrides: list[str]) -> DictConfig:
+    """The configuration that overrides with one value compose. Raises ConfigError with a sentence for each mistake."""
+    lines_today = [opened(line) for line in overrides]
+    refuse([sentence for line in lines_today for sentence in mistakes(line)])
+    try:
+        return composed(lines_today)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error) from error
 
 
 def to_config(cfg: DictConfig) -> Config:
@@ -52,47 +53,14 @@ def to_config(cfg: DictConfig) -> Config:
     return OmegaConf.to_object(cfg)  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
-class Composition:
-    """The result of composing overrides.
-
-    cfg    composed from the valid overrides with one value; None if even that fails
-    right  all valid overrides, also with several values
-    wrong  a sentence for each of the others
-    """
-
-    cfg: DictConfig | None
-    right: list[str]
-    wrong: list[str]
-
-    @property
-    def multirun(self) -> bool:
-        """Whether the configuration itself asks for a sweep."""
-        return self.cfg is not None and self.cfg.hydra.mode is RunMode.MULTIRUN
-
-
-def compose_right(overrides: list[str]) -> Composition:
-    """Compose the valid overrides, and write a sentence for each invalid one."""
-    wrong, right = list[str](), list[str]()
-    for line in map(opened, overrides):
-        sentences = list(mistakes(line))
-        wrong += sentences
-        right += [] if sentences else [line]
-    single = by_key(unswept(right))
-    swept = [line for line in right if line not in unswept(right)]
-    while True:
-        try:
-            return Composition(composed(lines(single)), [*lines(single), *swept], wrong)
-        except (HydraException, OmegaConfBaseException) as error:
-            sentence = str(explain(error))
-            wrong.append(sentence)
-            # Hydra stops at the first invalid value. Remove it, and Hydra reports the next.
-            if single.pop(sentence.partition("=")[0], None) is None:
-                return Composition(None, [*lines(single), *swept], wrong)
+def refuse(sentences: list[str]) -> None:
+    """Raise ConfigError with each distinct sentence on its own line, if there are any."""
+    if sentences:
+        raise ConfigError("\n".join(dict.fromkeys(sentences)))
 
 
 def mistakes(line: str) -> Iterator[str]:
-    """A sentence if an override is wrong in itself, with the likely correction."""
+    """A sentence if an override is wrong in itself, with the likely correction; in a sweep, for each such value."""
     try:
         (override,) = parsed([line])
     except HydraException as error:
@@ -113,13 +81,44 @@ def mistakes(line: str) -> Iterator[str]:
         yield f"{line} overrides nothing, as there is no {key}{hint or '; python train.py --help lists all overrides.'}"
     elif override.is_interval_sweep():
         yield f"{line} is all numbers of an interval, and a sweep has single ones: {key}=range(1,9,2), or {key}=1,3,5."
-    elif isinstance(override.value(), Glob) and not globbed(override):
+    elif isinstance(override.value(), Glob):
         files = f"conf/{key}/ has {', '.join(sorted(choices()[key]))}" if key in choices() else f"{key} names no file"
-        yield f"{line} finds nothing: glob() names files of a folder in conf/, and {files}."
-    elif key in choices() and not override.is_sweep_override() and not isinstance(override.value(), str):
-        yield f"{line} has to name a file of conf/{key}/; single values are {key}.<name>=..."
-    elif key in keys() and not override.is_sweep_override() and misses_shape(key, override.value()):
-        yield f"{line} is not {expected(key)}."
+        if not globbed(override):
+            yield f"{line} finds nothing: glob() names files of a folder in conf/, and {files}."
+    elif override.is_choice_sweep():
+        for value in swept_values(override):
+            yield from mistakes(f"{override.get_key_element()}={value}")
+    elif key in choices():
+        yield from choice_mistakes(key, override.value())
+    elif key in keys() and not override.is_sweep_override() and not fits(key, override.value()):
+        yield f"{line.lstrip('+')} is not {expected(key)}{whole_number_hint(key, override.value())}."
+
+
+def choice_mistakes(group: str, value: Any) -> Iterator[str]:
+    """A sentence if a value names no file of a folder of conf/."""
+    files = sorted(choices()[group])
+    if not isinstance(value, str):
+        yield f"{group}={as_typed(value)} has to name a file of conf/{group}/; single values are {group}.<name>=..."
+    elif value not in files:
+        hint = suggestion(value, files) or "."
+        if group == "data" and value and Path(value).exists():
+            hint = f"; to train on your text, use data=text data.path={value}."
+        yield f"{group}={value} is not known; choose one of {', '.join(files)}{hint}"
+
+
+def fits(key: str, value: Any) -> bool:
+    """Whether an option may have this value, by its type."""
+    try:
+        OmegaConf.update(schema(), key, value)
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
+@functools.cache
+def schema() -> DictConfig:
+    """A configuration to try values on."""
+    return OmegaConf.structured(Config)
 
 
 def expand_home(argument: str) -> str:
@@ -209,3 +208,8 @@ def choices() -> dict[str, set[str]]:
     """attention, model, ...: the folders of conf/, and the files of each without their ending."""
     folders = [folder for folder in sorted(CONF.iterdir()) if folder.is_dir() and folder.name != "hydra"]
     return {folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in folders}
+
+
+def quoted(value: str) -> str:
+    """`value` as a quoted string in Hydra's grammar of overrides."""
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

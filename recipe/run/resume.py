@@ -13,9 +13,8 @@ from hydra.errors import HydraException
 from data.untrusted import UntrustedError, check_value
 from model.options import Positions
 from recipe.distributed.world import World
-from recipe.run.compose import by_key, choices, lines, parsed
+from recipe.run.compose import by_key, choices, lines, parsed, quoted
 from recipe.run.config import Config, ConfigError, as_plain, is_key
-from recipe.run.queue.launcher import quoted
 from recipe.run.recorded import foreign_reference
 from recipe.run.removed import is_ignored, refusal
 from recipe.run.run_folder import OUTPUTS, OVERRIDES, check_not_running, read_overrides

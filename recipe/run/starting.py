@@ -7,8 +7,7 @@ from typing import Any
 
 from hydra.errors import HydraException
 
-from recipe.run.compose import parsed
-from recipe.run.queue.launcher import quoted
+from recipe.run.compose import parsed, quoted
 from recipe.run.weights import Weights
 from recipe.wording import as_typed
 

@@ -24,9 +24,9 @@ from typing import Any
 from data.atomic import write_atomically
 from data.untrusted import read_text
 from recipe.files import plain
+from recipe.run.jobs import read_manifest
 from recipe.run.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.run.progress import ProgressLine
-from recipe.run.queue.jobs import read_manifest
 from recipe.run.run_folder import read_summary
 from recipe.run.summary import ENVIRONMENT, draw_loss_curve, write_summary
 from recipe.run.tensorboard import Board, installed

@@ -16,7 +16,7 @@ from recipe.compare.arena_results import Arena, compare_arms
 from recipe.compare.page import Report
 from recipe.compare.runs import find_runs
 from recipe.errors import UserError
-from recipe.run.queue.plan import read_plan
+from recipe.run.plan import read_plan
 from tests.recipe.compare.synthetic_arena import write_arena
 from tests.recipe.compare.test_arena_results import DIVERGED
 from tests.recipe.compare.test_page import needs_browser, open_in_browser

@@ -22,7 +22,7 @@ from recipe.compare.arena_results import (
 from recipe.compare.arena_tables import race_table, size_table, verdict_table
 from recipe.compare.runs import find_runs
 from recipe.compare.statistics import Verdict
-from recipe.run.queue.plan import read_plan
+from recipe.run.plan import read_plan
 from tests.recipe.compare.synthetic_arena import losses_of, write_arena
 
 DIVERGED = {"status": "failed", "non_finite_step": 40, "val_loss": "nan"}

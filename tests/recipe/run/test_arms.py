@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from recipe.run.arms import ArenaConfig, arena_mistakes, read_arms
 from recipe.run.config import ConfigError
 from recipe.run.launch import prepare
+from recipe.run.plan import Plan
 
 FILES = ["alibi", "sinks"]
 TINY = ["experiment=arena", "data.cache=cache", "device=cpu"]
@@ -56,6 +58,11 @@ def test_options_that_decide_nothing_are_refused(change: dict, sentence: str) ->
     assert said.startswith(sentence)
 
 
+def prepared(*overrides: str) -> Plan:
+    sweep: Any = prepare([*TINY, *overrides])
+    return sweep.args[0]
+
+
 def refused(*overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
         prepare([*TINY, *overrides])
@@ -63,9 +70,9 @@ def refused(*overrides: str) -> str:
 
 
 def test_the_arms_of_the_experiment_and_of_the_command_line_are_accepted() -> None:
-    prepare(TINY)
-    arguments = prepare([*TINY, "arena.arms=causal: score=causal | alibi: score=alibi optimizer.lr=1e-3"])
-    assert arguments[-1] == 'arena.arms="causal: score=causal | alibi: score=alibi optimizer.lr=1e-3"'
+    assert list(prepared().arms) == ["causal", "window", "alibi", "sinks"]
+    arms = "arena.arms=causal: score=causal | alibi: score=alibi optimizer.lr=1e-3"
+    assert prepared(arms).arms == {"causal": ["score=causal"], "alibi": ["score=alibi", "optimizer.lr=1e-3"]}
 
 
 def test_a_window_as_long_as_the_row_is_another_configuration() -> None:

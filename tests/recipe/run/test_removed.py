@@ -18,13 +18,14 @@ def test_an_override_that_went_is_refused_with_what_to_do_instead(removed: str) 
     assert REMOVED[removed] in sentence
 
 
-@pytest.mark.parametrize(("option", "value"), [(option, value) for option in IGNORED for value in IGNORED[option]])
-def test_a_recorded_value_that_changes_nothing_is_ignored(option: str, value: object) -> None:
+@pytest.mark.parametrize("option", IGNORED)
+def test_a_recorded_value_that_changes_nothing_is_ignored(option: str) -> None:
     assert not is_key(option)
     part, _, name = option.partition(".")
-    assert without_removed({part: {name: value, "steps": 3}}) == {part: {"steps": 3}}
-    assert is_ignored(f"{option}={as_typed(value)}")
-    assert not is_ignored(f"{option}=7")
+    for value in IGNORED[option]:
+        assert without_removed({part: {name: value, "steps": 3}}) == {part: {"steps": 3}}
+        assert is_ignored(f"{option}={as_typed(value)}")
+    assert not is_ignored(f"{option}=-7")
 
 
 def test_the_table_has_at_most_forty_entries() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from recipe.run import process
 from recipe.run import tracker as tracking
-from recipe.run.queue.jobs import Job, write_manifest
+from recipe.run.jobs import Job, write_manifest
 from recipe.run.tracker import Tracker, TrackingConfig, TrackingMode
 
 ROOT = Path(__file__).parents[3]

@@ -13,15 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from attention import Ablation
-from recipe.run.queue.jobs import Job, SweepError, names_of
-from recipe.run.queue.launcher import ProcessLauncher, chosen_devices, continuing
+from recipe.run.jobs import Job, SweepError, names_of
+from recipe.run.queue import Queue, chosen_devices, continuing
 
 JOB = """
 import json, os, signal, sys, time
@@ -73,48 +71,37 @@ end("completed")
 
 
 @pytest.fixture
-def sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
+def sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """sweep(jobs, **options): launch the jobs of a sweep into `multirun/2026-11-20/<name>`."""
     script = here / "train.py"
     script.write_text(JOB)
+    monkeypatch.setattr("recipe.run.queue.SECONDS_BETWEEN_POLLS", 0.01)
+    monkeypatch.setattr("recipe.run.queue.cores", lambda: 6)
 
     def run(
         jobs: Sequence[str],
         name: str = "10-00-00",
         devices: list[str | None] | None = None,
         command: Sequence[str] = ("-m", "experiment=wall"),
-    ) -> list:
+    ) -> None:
         monkeypatch.setattr(sys, "argv", ["train.py", *command])
         folder = here / "multirun" / "2026-11-20" / name
         folder.mkdir(parents=True, exist_ok=True)
         config = OmegaConf.create(
             {
                 "hydra": {
-                    "sweep": {"dir": f"multirun/2026-11-20/{name}", "subdir": "???"},
-                    "job": {"num": 0, "id": "0"},
+                    "launcher": {"gpus": None, "jobs": 1},
+                    "sweep": {"dir": f"multirun/2026-11-20/{name}"},
                     "overrides": {"hydra": ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", "hydra.verbose=true"]},
                     "runtime": {"choices": {"experiment": "wall"}},
                 },
                 "tracking": {"group": None},
-                "attention": {"ablate": Ablation.none},
-                "arena": {"arm": None, "stage": None, "size": None},
-                "optimizer": {"lr": 0.003},
-                "seed": 1,
             }
         )
-
-        def compose(config, overrides: list[str]):
-            composed = config.copy()
-            composed.hydra.sweep.subdir = "${hydra.job.num}"
-            if "ablate" in overrides[0]:
-                composed.attention.ablate = Ablation.no_rescaling
-            return composed
-
-        launcher = ProcessLauncher()
-        launcher.devices, launcher.cores, launcher.seconds_between_polls = devices or [None], 6, 0.01
-        context = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=compose))
-        launcher.setup(hydra_context=context, task_function=None, config=config)
-        return list(launcher.launch([job.split() for job in jobs], initial_job_idx=0))
+        queue = Queue(config)
+        queue.devices = devices or [None]
+        where = Path(config.hydra.sweep.dir)
+        queue.run([Job(n, tuple(job.split()), where / str(n), "ablate" in job) for n, job in enumerate(jobs)])
 
     return run
 
@@ -126,8 +113,7 @@ def calls(tmp_path: Path, job: int, name: str = "10-00-00") -> list[dict]:
 
 
 def test_each_job_is_a_process_with_its_overrides_folder_and_the_sweeps_group(sweep, tmp_path):
-    results = sweep(["kind=completes seed=1", "kind=completes seed=2"])
-    assert [result.return_value for result in results] == [2.5, 2.5]
+    sweep(["kind=completes seed=1", "kind=completes seed=2"])
     for number, seed in ((0, 1), (1, 2)):
         (call,) = calls(tmp_path, number)
         assert call["argv"] == [

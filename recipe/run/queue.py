@@ -1,18 +1,19 @@
-"""A sweep in which every job is a separate process, so that no job inherits anything from the one before.
+"""The queue of a sweep: every job is a separate process, so that no job inherits anything from the one before.
 
-Peak memory, compiled graphs, the allocator's cache and the W&B run belong to a process. So the launcher starts
+Peak memory, compiled graphs, the allocator's cache and the W&B run belong to a process. So the queue starts
 `python train.py <overrides>` for each job, one after the other, one on each GPU or several on the cores, and reports
-the outcome of each. A job whose folder holds a result is skipped. It is a Hydra launcher, the default of
-conf/config.yaml.
+the outcome of each. A job whose folder holds a result is skipped.
 
 submitit's local executor starts all jobs at once, and joblib's workers run several in one process; neither gives each
-job a GPU, forwards signals, goes on after a failure or resumes a sweep.
+job a GPU, forwards signals, goes on after a failure or resumes a sweep. On a Slurm cluster Hydra's submitit launcher
+takes the jobs.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -25,45 +26,26 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
+import torch
+from hydra import initialize_config_dir
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
-from omegaconf import DictConfig
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf
 
-from recipe.run.arms import LR
+from recipe import CONF
+from recipe.run.compose import quoted
+from recipe.run.jobs import CONSOLE, Job, SweepError, names_of, newest_sweep, share_checkout, without, write_manifest
 from recipe.run.progress import Terminal
-from recipe.run.queue.jobs import CONSOLE, Job, SweepError, names_of, newest_sweep, without, write_manifest
 from recipe.run.run_folder import locked
 from recipe.wording import duration
 
-PLUGIN = str(Path(__file__).with_name("plugin"))
 SECONDS_BETWEEN_POLLS = 0.2
 # Hydra's overrides that describe the sweep; its jobs get the others.
-SWEEP_OVERRIDES = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
+SWEEP_OVERRIDES = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra.launcher", "hydra/launcher")
 # The first asks a job to finish its step, the second to stop at once; the third is a SIGKILL.
 SIGNALS_BEFORE_KILL = 2
-
-
-@dataclass
-class ProcessLauncherConfig:
-    """The options under `hydra.launcher.*`.
-
-    gpus  null: jobs have every GPU in sight; all: one job at a time on each of those in CUDA_VISIBLE_DEVICES
-    jobs  without gpus, the number of jobs that run at once, each on its share of the cores: small models use few
-    """
-
-    _target_: str = "hydra_plugins.sweeps.ProcessLauncher"
-    gpus: Any = None
-    jobs: int = 1
-
-
-def register() -> None:
-    """Make `hydra/launcher=process` known to Hydra in this process, with nothing to install."""
-    if PLUGIN not in sys.path:
-        sys.path.append(PLUGIN)  # Hydra imports launchers from a package of the name hydra_plugins only
-    Plugins.instance().register(ProcessLauncher)
-    ConfigStore.instance().store(group="hydra/launcher", name="process", node=ProcessLauncherConfig)
 
 
 @dataclass
@@ -172,46 +154,63 @@ def failure(job: Job, code: int) -> str:
     return job.failure_message()
 
 
-class ProcessLauncher(Launcher):
-    """Runs the jobs of a sweep. See ProcessLauncherConfig for its options."""
+class Queue:
+    """Runs the jobs of a sweep.
 
-    __module__ = "hydra_plugins.sweeps"  # Hydra takes launchers from this package only
+    folder   the sweep's
+    devices  CUDA_VISIBLE_DEVICES for each job that may run at once; None leaves it unchanged
+    """
 
-    def __init__(self, gpus: Any = None, jobs: int = 1) -> None:
-        """Raises SweepError for GPUs that are not there, and for both options at once."""
-        self.devices = chosen_devices(gpus, jobs)
-        self.ahead = 0  # jobs that a sweeper will launch after these
-        self.cores = cores()  # for all jobs together
+    def __init__(self, cfg: DictConfig) -> None:
+        """`cfg` as Hydra composes it. Raises SweepError for GPUs that are not there, and where Slurm is not."""
+        self.cfg, self.folder, options = cfg, Path(cfg.hydra.sweep.dir), cfg.hydra.launcher
+        self.by_hydra = str(options.get("_target_", ""))
+        if self.by_hydra.endswith(".SlurmLauncher") and shutil.which("srun") is None:
+            raise SweepError(
+                "hydra/launcher=slurm needs a machine of a Slurm cluster, and srun is not installed here; "
+                "use hydra/launcher=process or gpus."
+            )
+        self.devices = [None] if self.by_hydra else chosen_devices(options.gpus, options.jobs)
         self.threads = 1  # of each job, where several run at once
-        self.seconds_between_polls = SECONDS_BETWEEN_POLLS
 
-    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        self.loader, self.config = hydra_context.config_loader, config
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+    def run(self, jobs: Sequence[Job], train: Any = None, ahead: int = 0) -> None:
         """Run the jobs that are not done yet, also after one of them fails.
+
+        train  the function that trains, which Hydra's launcher calls
+        ahead  jobs that follow in another call
 
         Exits with status 1 if one failed, with 128 + n after signal n. Raises SweepError where a job's folder holds
         something else, StillRunning where the sweep or one of its jobs runs already.
         """
-        folder = Path(self.config.hydra.sweep.dir)
-        jobs = []
-        for number, overrides in enumerate(job_overrides, start=initial_job_idx):
-            lines = without(overrides, ["resume"])
-            jobs.append(job_of(self.loader.load_sweep_config(self.config, lines), number, lines, folder))
+        if not jobs:
+            return
         for job in jobs:
             job.check_folder()
-        running = RunningJobs()
-        self.threads = max(1, self.cores // min(len(self.devices), len(jobs)))
-        with locked(folder):
-            write_manifest(folder, jobs, sys.argv[1:])
-            report = Report(jobs, self.ahead, len(self.devices))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder):
+            OmegaConf.save(self.cfg, self.folder / "multirun.yaml")
+            if self.by_hydra:
+                self.submit(jobs, train)
+                return
+            write_manifest(self.folder, jobs, sys.argv[1:])
+            running, report = RunningJobs(), Report(jobs, ahead, len(self.devices))
+            self.threads = max(1, cores() // min(len(self.devices), len(jobs)))
             with forward_signals(running):
-                self.run([job for job in jobs if not job.done], running, report)
-        report.close(folder, running.signal)
-        return [job_return(job) for job in jobs]
+                self.work([job for job in jobs if not job.done], running, report)
+        report.close(self.folder, running.signal)
 
-    def run(self, waiting: list[Job], running: RunningJobs, report: Report) -> None:
+    def submit(self, jobs: Sequence[Job], train: Any) -> None:
+        """Have Hydra's launcher run the jobs."""
+        share_checkout()
+        again = [line for line in self.cfg.hydra.overrides.task if line.startswith("resume=")]
+        with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+            context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
+            launcher = Plugins.instance().instantiate_launcher(
+                hydra_context=context, task_function=train, config=self.cfg
+            )
+            launcher.launch([[*job.overrides, *again] for job in jobs], initial_job_idx=jobs[0].number)
+
+    def work(self, waiting: list[Job], running: RunningJobs, report: Report) -> None:
         """Keep every device busy until no job waits or a signal comes."""
         free = list(self.devices)
         while running.processes or (waiting and not running.signal):
@@ -220,7 +219,7 @@ class ProcessLauncher(Launcher):
                 job.clear_folder()
                 running.processes[job] = self.start(job, device), device
                 report.started(job)
-            time.sleep(self.seconds_between_polls)
+            time.sleep(SECONDS_BETWEEN_POLLS)
             for job, (process, device) in list(running.processes.items()):
                 if process.poll() is not None:
                     del running.processes[job]
@@ -229,7 +228,7 @@ class ProcessLauncher(Launcher):
 
     def start(self, job: Job, device: str | None) -> subprocess.Popen[bytes]:
         """The job's process, which writes to console.log."""
-        hydra = [line for line in self.config.hydra.overrides.hydra if not line.startswith(SWEEP_OVERRIDES)]
+        hydra = [line for line in self.cfg.hydra.overrides.hydra if not line.startswith(SWEEP_OVERRIDES)]
         hydra += ["hydra.mode=RUN", f"hydra.run.dir={quoted(str(job.folder))}"]
         added = ["resume=auto", f"tracking.group={quoted(self.group())}"]
         job.folder.mkdir(parents=True, exist_ok=True)
@@ -252,8 +251,8 @@ class ProcessLauncher(Launcher):
 
     def group(self) -> str:
         """The W&B group that the runs share: tracking.group, or the experiment and when the sweep was started."""
-        experiment = self.config.hydra.runtime.choices.get("experiment") or "sweep"
-        return self.config.tracking.group or "-".join([experiment, *Path(self.config.hydra.sweep.dir).parts[-2:]])
+        experiment = self.cfg.hydra.runtime.choices.get("experiment") or "sweep"
+        return self.cfg.tracking.group or "-".join([experiment, *Path(self.cfg.hydra.sweep.dir).parts[-2:]])
 
 
 def continuing(overrides: Sequence[str], folder: Path) -> list[str]:
@@ -269,32 +268,12 @@ def continuing(overrides: Sequence[str], folder: Path) -> list[str]:
     return [] if newest is None else [f"hydra.sweep.dir={quoted(str(newest))}"]
 
 
-def job_of(composed: DictConfig, number: int, overrides: Sequence[str], folder: Path) -> Job:
-    """The job of a sweep in `folder` that `overrides` compose."""
-    composed.hydra.job.num, composed.hydra.job.id = number, str(number)
-    arena = composed.arena
-    may_diverge = composed.attention.ablate.name != "none" or arena.arm is not None
-    size = f", {arena.size} layers" if arena.size else ""
-    rate = f", optimizer.lr={composed.optimizer.lr:g}" if arena.stage == LR else ""
-    name = f"{arena.arm}{size}, seed {composed.seed}{rate}" if arena.arm else ""
-    return Job(number, tuple(overrides), folder / str(composed.hydra.sweep.subdir), may_diverge, name)
-
-
-def job_return(job: Job) -> JobReturn:
-    """The result that Hydra's sweeper expects of a job: its final validation loss."""
-    result = JobReturn(overrides=list(job.overrides), working_dir=str(job.folder), status=JobStatus.COMPLETED)
-    result.return_value = job.summary().get("val_loss")
-    return result
-
-
 def chosen_devices(gpus: str | None, jobs: int = 1) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES for each job that may run at once; None leaves it unchanged. Raises SweepError."""
     if jobs < 1 or (gpus is not None and jobs > 1):
         raise SweepError(f"hydra.launcher.jobs={jobs} must be at least 1, and 1 with hydra.launcher.gpus={gpus}.")
     if gpus is None:
         return [None] * jobs
-    import torch  # only now, because tab completion reads this file too, and importing torch takes too long for it
-
     count = torch.cuda.device_count()
     if gpus != "all" or not count:
         found = f"torch finds {count} GPUs; start the sweep with CUDA_VISIBLE_DEVICES=0,1 to use some of them"
@@ -305,8 +284,3 @@ def chosen_devices(gpus: str | None, jobs: int = 1) -> list[str | None]:
 def cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def quoted(value: str) -> str:
-    """`value` as a quoted string in Hydra's grammar of overrides."""
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.run.arms import FIRST_LR_SEED, ArenaConfig
-from recipe.run.queue.plan import (
+from recipe.run.plan import (
     FILE,
     Look,
     Plan,

@@ -1,6 +1,6 @@
-"""An arena as a sweep: the stages, the choice of learning rates, going on, adding seeds.
+"""An arena: the stages, the choice of learning rates, going on, adding seeds.
 
-A launcher stands for the processes, and gives each job a loss that its overrides decide.
+A list stands for the processes, and gives each job a loss that its overrides decide.
 """
 
 from __future__ import annotations
@@ -8,59 +8,54 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from recipe.run.compose import composed
-from recipe.run.queue.arena import ArenaSweeper
-from recipe.run.queue.jobs import SweepError
-from recipe.run.queue.plan import PlanError, read_plan
+from recipe.run.arena import checked_plan, run_arena
+from recipe.run.compose import composed, to_config
+from recipe.run.jobs import Job, SweepError
+from recipe.run.plan import PlanError, read_plan
 
 ARGUMENTS = ["experiment=arena", 'arena.arms="causal: score=causal | alibi: score=alibi"']
 BEST = {"causal": 0.003, "alibi": 0.006}
 
 
-class Launcher:
-    """Runs jobs without processes. `refuse` is called with a job's overrides, and returns how it ends instead."""
+class Jobs:
+    """Runs jobs without processes. `ends` holds how a job ends instead, by its number."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.ahead = folder, 0
+        self.folder = folder
         self.launched: list[tuple[int, int, list[dict[str, str]]]] = []
         self.ends: dict[int, dict[str, Any]] = {}
 
-    def launch(self, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> list[None]:
-        overrides = [dict(line.split("=", 1) for line in job) for job in jobs]
-        self.launched.append((initial_job_idx, self.ahead, overrides))
-        for number, job in enumerate(overrides, start=initial_job_idx):
-            rate, arm = float(job.get("optimizer.lr", 0.003)), job["arena.arm"].strip("'")
+    def run(self, jobs: Sequence[Job], train: Any = None, ahead: int = 0) -> None:
+        if not jobs:
+            return
+        overrides = [dict(line.split("=", 1) for line in job.overrides) for job in jobs]
+        self.launched.append((jobs[0].number, ahead, overrides))
+        for job, lines in zip(jobs, overrides, strict=True):
+            rate, arm = float(lines.get("optimizer.lr", 0.003)), lines["arena.arm"].strip("'")
             summary = {"status": "completed", "val_loss": 2.0 + abs(rate - BEST.get(arm, 0.003))}
-            run = self.folder / str(number)
-            run.mkdir(exist_ok=True)
-            (run / "summary.json").write_text(json.dumps(summary | self.ends.get(number, {})))
-        return [None] * len(jobs)
+            job.folder.mkdir(exist_ok=True)
+            (job.folder / "summary.json").write_text(json.dumps(summary | self.ends.get(job.number, {})))
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """start(*overrides, ends={number: summary}): one start of the sweep in tmp_path; returns the launcher.
+    """start(*overrides, ends={number: summary}): one start of the sweep in tmp_path; returns its jobs.
 
     Learning rates are tried on one seed.
     """
 
-    monkeypatch.setattr("recipe.run.queue.plan.LR_SEEDS", 1)
+    monkeypatch.setattr("recipe.run.plan.LR_SEEDS", 1)
 
-    def run(*overrides: str, ends: dict[int, dict[str, Any]] | None = None) -> Launcher:
+    def run(*overrides: str, ends: dict[int, dict[str, Any]] | None = None) -> Jobs:
         arguments = [*ARGUMENTS, *overrides]
-        sweeper = ArenaSweeper()
-        sweeper.command_line = arguments
-        sweeper.settings = composed([*arguments, f"hydra.sweep.dir={tmp_path}"])
-        sweeper.loader = SimpleNamespace(load_sweep_config=lambda _, lines: composed(lines))
-        sweeper.jobs = Launcher(tmp_path)
-        sweeper.jobs.ends = ends or {}
-        sweeper.sweep(arguments)
-        return sweeper.jobs
+        jobs: Any = Jobs(tmp_path)
+        jobs.ends = ends or {}
+        run_arena(checked_plan(to_config(composed(arguments)), arguments, lambda _: []), jobs, None)
+        return jobs
 
     return run
 
@@ -69,7 +64,6 @@ def test_learning_rates_come_first_and_each_arm_then_uses_its_best(start, tmp_pa
     launched = start("arena.seeds=2").launched
     (first, ahead, tried), (second, last, runs) = launched
     assert (first, ahead, len(tried)) == (0, 4, 6)
-    assert {job["arena.stage"] for job in tried} == {"lr"}
     assert (second, last, len(runs)) == (6, 0, 4)
     assert [(job["arena.arm"], job["seed"], float(job["optimizer.lr"]), job["score"]) for job in runs] == [
         (f"'{arm}'", seed, BEST[arm], arm) for seed in ("1", "2") for arm in BEST
@@ -83,7 +77,7 @@ def test_the_plan_is_written_before_the_first_run(start, tmp_path: Path, monkeyp
     def fails(*_: Any, **__: Any) -> None:
         raise SystemExit(1)
 
-    monkeypatch.setattr(Launcher, "launch", fails)
+    monkeypatch.setattr(Jobs, "run", fails)
     with pytest.raises(SystemExit):
         start()
     plan = read_plan(tmp_path)
@@ -116,7 +110,6 @@ def test_no_learning_rate_is_chosen_where_a_run_has_no_result(start) -> None:
         start("arena.seeds=2", ends={1: {"status": "interrupted"}})
 
 
-def test_without_factors_the_arms_keep_their_learning_rates(start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Launcher, "launch", lambda self, jobs, initial_job_idx: self.launched.append(jobs) or [])
-    (jobs,) = start("arena.seeds=2", "arena.lr=[]").launched
-    assert not any("optimizer.lr" in line for job in jobs for line in job)
+def test_without_factors_the_arms_keep_their_learning_rates(start) -> None:
+    ((_, _, jobs),) = start("arena.seeds=2", "arena.lr=[]").launched
+    assert not any("optimizer.lr" in job for job in jobs)

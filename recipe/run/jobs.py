@@ -15,7 +15,7 @@ from recipe.errors import UserError
 from recipe.run.removed import is_ignored
 from recipe.run.run_folder import check_not_running, read_overrides, read_summary
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 MANIFEST = "sweep.json"
 CONSOLE = "console.log"
 # Overrides that the launcher adds to a job's; the run records them too.

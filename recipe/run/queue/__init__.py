@@ -1,1 +1,0 @@
-"""Many runs: a Hydra launcher that gives every job a process, and reports the outcome of each."""
