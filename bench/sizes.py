@@ -37,7 +37,7 @@ BUDGETS = {
     ".": 6_000,
     "tests": 254_500,
 }
-MOST_FILES = 332
+MOST_FILES = 333
 MOST_WORDS = 27_300  # of the pages in docs/
 MOST_OPTIONS = 124
 

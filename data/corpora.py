@@ -98,10 +98,6 @@ class Corpus(ABC):
             return lambda row: Tokenised(encode(row["text"]) if (tokens := row.get(TOKENS)) is None else tokens)
         return lambda row: Tokenised(encode(row["text"]))
 
-    def one_document(self) -> bool:
-        """Whether the training text is a single document, as far as that shows without reading it."""
-        return False
-
     def notices(self) -> list[str]:
         """Sentences about anything unexpected in how this text is used."""
         return []
@@ -149,10 +145,6 @@ class FileCorpus(Corpus):
 
     def rows(self) -> Iterator[Row]:
         return read_spans([Span(str(file), "train", 0, sys.maxsize) for file in self.files], self.config.text_field)
-
-    def one_document(self) -> bool:
-        training = [file for file in self.files if len(self.files) == 1 or self.splits[file] == "train"]
-        return len(training) == 1 and kind(training[0]) not in TABLES
 
     def notices(self) -> list[str]:
         sentences = []
@@ -378,9 +370,6 @@ class JoinedHubCorpus(HubCorpus):
 
     def rows(self) -> Iterator[Row]:
         yield {"split": "train", "text": "".join(self.texts()), "opens": True}
-
-    def one_document(self) -> bool:
-        return True
 
 
 def _hub_rows(hub: str, subset: str | None, splits: str, revision: str | None) -> Iterator[Row]:

@@ -11,7 +11,8 @@ import torch
 from attention import Layout, build_attention
 from attention.formula.call import reach_of
 from attention.formula.rules import check_tensors
-from data.corpora import CORPORA
+from data.corpora import CORPORA, Corpus, FileCorpus, JoinedHubCorpus
+from data.files import TABLES, kind
 from data.mistakes import data_mistakes
 from data.options import Documents
 from data.tasks import TASKS
@@ -117,8 +118,16 @@ def check_corpus(config: Config) -> None:
         check_length(task, config.seq_len)
         return
     corpus = CORPORA[config.data.name](config.data)  # locates the files without reading them
-    if config.data.documents is not Documents.ignore and corpus.one_document():
+    if config.data.documents is not Documents.ignore and has_one_document(corpus):
         raise one_document(config)
+
+
+def has_one_document(corpus: Corpus) -> bool:
+    """Whether the training text is a single document, as far as that shows without reading it."""
+    if not isinstance(corpus, FileCorpus):
+        return isinstance(corpus, JoinedHubCorpus)
+    training = [file for file in corpus.files if len(corpus.files) == 1 or corpus.splits[file] == "train"]
+    return len(training) == 1 and kind(training[0]) not in TABLES
 
 
 def device_mistakes(config: Config) -> Iterator[str]:
