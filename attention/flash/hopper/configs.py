@@ -6,8 +6,9 @@ import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from ...score import Score
 from ..call import Problem
-from ..formula import added_by, is_biased, sums_of
+from ..formula import added_by, sums_of
 
 HEAD_DIMS = range(33, 257)  # in tiles of 64, 128 or 256 columns
 MAX_HEAD_DIM_OF_SUMS = 128  # above it, the backward has no formulas and sums no ds for learned slopes
@@ -103,73 +104,70 @@ class BackwardBlocks(NamedTuple):
     ds_aligned: bool = False
 
 
+def kind_of_scores(score: Score) -> str:
+    """The row of a table for scores: what they are, besides causal; "formula" for one that computes with the scores."""
+    if score.formula is not None:
+        added = added_by(score)
+        return "formula" if added is None else f"{added} values"
+    if score.alibi:
+        return "alibi" if score.soft_cap is None else "alibi and soft_cap"
+    return "causal" if score.soft_cap is None else "soft_cap"
+
+
+# The forward's shapes, and where each was measured to be the fastest.
+FORWARD: dict[str, tuple[ForwardBlocks, str]] = {
+    "256": (ForwardBlocks(2, 64, 256, 2, 1, 240, False, True), "H100"),
+    "128": (ForwardBlocks(2, 128, 128, 2, 2, 240, False), "H200"),
+    # Programs of a single consumer divide short sequences better, and smaller tiles the shortest. With larger ones,
+    # what comes with the product besides q and k would leave no room for a third program on a multiprocessor.
+    "short": (ForwardBlocks(1, 64, 64, 2, 1, 128, False, True), "H200"),
+    "alone": (ForwardBlocks(1, 128, 64, 2, 1, 168, False, True), "H200"),
+    # The values of pairs take the registers of a third consumer.
+    "two": (ForwardBlocks(2, 128, 64, 4, 2, 240, False), "H200"),
+    # Fastest for long sequences, with few registers for each. They spill, and are slower, with values of distances, and
+    # with dropout where steps are optimistic and the mask is not full.
+    "three": (ForwardBlocks(3, 128, 64, 4, 2, 160, False), "H200"),
+}
+EVER = math.inf
+# At most 64 columns: for scores without dropout and with it, the most keys that a query sees where the shape is
+# "short", the most where it is "alone", and the shape for more. Measured on an H200.
+FORWARD_64: dict[str, tuple[tuple[float, float, str], tuple[float, float, str]]] = {
+    "causal": ((2048, 8191, "three"), (2048, EVER, "alone")),
+    "full": ((1023, 8191, "three"), (1023, 16383, "three")),
+    "alibi": ((2048, 0, "three"), (EVER, 0, "short")),
+    "alibi and soft_cap": ((EVER, 0, "short"), (EVER, 0, "short")),
+    "soft_cap": ((2048, 8191, "three"), (2048, 16383, "three")),
+    "formula": ((2048, 8191, "three"), (2048, 16383, "three")),
+    "column values": ((2048, 0, "three"), (16383, 0, "three")),
+    "full column values": ((1023, 0, "three"), (16383, 0, "three")),
+    "distance values": ((2048, EVER, "alone"), (2048, EVER, "alone")),
+    "pair values": ((2048, 0, "two"), (2048, 0, "two")),
+}
+
+
 @lru_cache(maxsize=1024)
 def forward_blocks(problem: Problem) -> ForwardBlocks:
     """The forward's shape for a call with a head size that it supports."""
-    head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score
-    alibi, biased, soft_cap = score.alibi, is_biased(score), score.soft_cap is not None
-    if head_dim > 128:
-        return ForwardBlocks(
-            consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, ping_pong=False, out_in_q=True
-        )
-    # Other formulas are slower that way, or less accurate (docs/notes/kernels.md). Soft caps up to 60 need no
-    # maxima.
-    optimistic = (score.formula is None or biased) and not soft_cap
-    if head_dim > 64:
+    spec, dropout, length, kind = problem.spec, problem.dropout, problem.visible, kind_of_scores(problem.spec.score)
+    if problem.head_dim > 128:
+        return FORWARD["256"][0]
+    # Other formulas are slower that way, or less accurate (docs/notes/kernels.md). Soft caps up to 60 need no maxima.
+    optimistic = kind in ("causal", "alibi", "column values")
+    if problem.head_dim > 64:
         # The further operands of the product leave no room for a second stage of queries; for values of keys a tile of
         # out makes room for it, which is faster without dropout.
-        out_in_q = biased and not dropout
-        q_stages = 1 if alibi or (biased and dropout) else 2
-        return ForwardBlocks(
-            consumers=2,
-            k=128,
-            columns=128,
-            stages=2,
-            q_stages=q_stages,
-            registers=240,
-            ping_pong=False,
-            out_in_q=out_in_q,
-            optimistic=optimistic,
-        )
-    # Three consumers are fastest for long sequences, and leave few registers to each. Programs of a single one divide
-    # short sequences better, and smaller tiles the shortest. With larger ones, what comes with the product besides q
-    # and k would leave no room for a third program on a multiprocessor.
-    longest = 16384 if dropout else 8192
-    spec = problem.spec
-    full = optimistic and not (score.causal or spec.bounded)
-    shortest = 1023 if full else 2048
-    alone = ForwardBlocks(
-        consumers=1,
-        k=128,
-        columns=64,
-        stages=2,
-        q_stages=1,
-        registers=168,
-        ping_pong=False,
-        out_in_q=True,
-        optimistic=optimistic,
-    )
-    if length <= shortest or (alibi and (dropout or soft_cap)) or (biased and dropout and length < longest):
-        # Two tiles of queries of a short row: with a causal mask, all programs then have the same number of keys.
-        is_square = problem.queries == problem.keys and not (spec.bounded or spec.offsets)
-        q_stages = 2 if score.causal and is_square and length <= 1024 else 1
-        return alone._replace(k=64, q_stages=q_stages, registers=128)
-    if added_by(score) == "pair":  # whose values take the registers of a third consumer
-        return ForwardBlocks(consumers=2, k=128, columns=64, stages=4, q_stages=2, registers=240, ping_pong=False)
-    # Three consumers spill with dropout, and with values of distances, and are slower then, but not with a full mask.
-    spills = added_by(score) == "distance" or (optimistic and dropout and not full)
-    if (length < longest or spills) and not (alibi or biased):
-        return alone
-    return ForwardBlocks(
-        consumers=3,
-        k=128,
-        columns=64,
-        stages=4,
-        q_stages=2,
-        registers=160,
-        ping_pong=not optimistic,
-        optimistic=optimistic,
-    )
+        biased = kind == "column values"
+        q_stages = 1 if spec.score.alibi or (biased and dropout) else 2
+        return FORWARD["128"][0]._replace(q_stages=q_stages, out_in_q=biased and not dropout, optimistic=optimistic)
+    if optimistic and not (spec.score.causal or spec.bounded):
+        kind = "full" if kind == "causal" else f"full {kind}"
+    short, alone, more = FORWARD_64[kind][dropout]
+    name = "short" if length <= short else "alone" if length <= alone else more
+    blocks = FORWARD[name][0]._replace(optimistic=optimistic, ping_pong=name == "three" and not optimistic)
+    # Two tiles of queries of a short row: with a causal mask, all programs then have the same number of keys.
+    is_square = problem.queries == problem.keys and not (spec.bounded or spec.offsets)
+    in_pairs = name == "short" and spec.score.causal and is_square and length <= 1024
+    return blocks._replace(q_stages=2) if in_pairs else blocks
 
 
 class BackwardConfig(NamedTuple):
@@ -179,72 +177,38 @@ class BackwardConfig(NamedTuple):
     mode: Any
 
 
+# The backward's shapes, and where each was measured to be the fastest.
+BACKWARD: dict[str, tuple[BackwardBlocks, str]] = {
+    "256": (BackwardBlocks(64, 64, 256, 2, 1, False, False, 64, 1, None), "H100"),
+    "128": (BackwardBlocks(64, 128, 128, 2, 1, False, False, 64, 2, None), "H200"),
+    # With 128 queries there would be no registers for dropout's mask, values of pairs or the sums of ds (i - j).
+    "64 queries": (BackwardBlocks(64, 128, 64, 3, 2, False, False, 64, 1, None), "H200"),
+    "128 queries": (BackwardBlocks(128, 128, 64, 2, 2, False, False, 128, 1, None), "H100"),
+}
+
+
 @lru_cache(maxsize=1024)
 def backward_blocks(problem: Problem) -> BackwardBlocks:
     """The backward's shape for a call with a head size that it supports."""
-    head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score
-    if head_dim > 128:
-        return BackwardBlocks(
-            q=64,
-            k=64,
-            columns=256,
-            stages=2,
-            key_stages=1,
-            rows_in_products=False,
-            mask_drawer=False,
-            part=64,
-            pieces=1,
-            sums=None,
-        )
-    alibi, sums = score.alibi, sums_of(problem.spec)
-    changed = score.soft_cap is not None or (
-        score.formula is not None and added_by(score) not in ("column", "distance", "pair")
-    )
+    kind, dropout = kind_of_scores(problem.spec.score), problem.dropout
+    if problem.head_dim > 128:
+        return BACKWARD["256"][0]
+    sums = sums_of(problem.spec)
     # lse2 and delta cannot come with their products where a soft cap, a formula or dropout changes s or dp in between.
     # Below 1,024 keys it takes longer to write them as operands than it saves. At head size 64 they take the place of
     # the next keys in shared memory, as do the ones by which all ds are summed.
-    rows = not (dropout or changed) and (length >= 1024 if head_dim > 64 else alibi or added_by(score) is not None)
-    if head_dim > 64:
-        return BackwardBlocks(
-            q=64,
-            k=128,
-            columns=128,
-            stages=2,
-            key_stages=1,
-            rows_in_products=rows,
-            mask_drawer=False,
-            part=64,
-            pieces=2,
-            sums=sums,
-        )
-    # With 128 queries there would be no registers for dropout's mask, values of pairs or the sums of ds (i - j).
-    if dropout or added_by(score) == "pair" or sums == "distance":
-        return BackwardBlocks(
-            q=64,
-            k=128,
-            columns=64,
-            stages=3,
-            key_stages=2,
-            rows_in_products=rows,
-            mask_drawer=dropout,
-            part=64,
-            pieces=1,
-            sums=sums,
-        )
-    key_stages = 1 if rows or sums == "ds" else 2
+    changed = kind in ("soft_cap", "alibi and soft_cap", "formula")
+    rows = not (dropout or changed) and (problem.visible >= 1024 if problem.head_dim > 64 else kind != "causal")
+    if problem.head_dim > 64:
+        return BACKWARD["128"][0]._replace(rows_in_products=rows, sums=sums)
+    if dropout or kind == "pair values" or sums == "distance":
+        return BACKWARD["64 queries"][0]._replace(rows_in_products=rows, mask_drawer=dropout, sums=sums)
     # The scores of 128 queries leave no registers for tanh, for instance; with ALiBi they are 2 % slower.
-    part = 64 if alibi or score.soft_cap is not None or score.formula is not None else 128
-    return BackwardBlocks(
-        q=128,
-        k=128,
-        columns=64,
-        stages=2,
-        key_stages=key_stages,
+    return BACKWARD["128 queries"][0]._replace(
         rows_in_products=rows,
-        mask_drawer=False,
-        part=part,
-        pieces=1,
         sums=sums,
+        key_stages=1 if rows or sums == "ds" else 2,
+        part=128 if kind == "causal" else 64,
     )
 
 
