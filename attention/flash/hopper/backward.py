@@ -60,6 +60,7 @@ from .program import (
     parts_tiles,
     reinterpret,
     row_tiles,
+    run_roles,
     stage_of,
     tiles,
     tma_add,
@@ -323,75 +324,18 @@ def backward_kernel(q, k, v, do, dq, dk, dv, rows, delta, dq_sum, call, CONFIG: 
     buffers, barriers = allocate(q.dtype, dq_sum, BLOCKS)
     H, H_kv, T, S = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     sizes = Sizes(H, H // H_kv, T, S, gl.cdiv(S, BLOCKS.k), q.shape[0] * H_kv, call.scalars.n_together >> 2)
-    next_tiles, work = call.counters.next_tile, call.counters.work
-    # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
-    if BLOCKS.mask_drawer:
-        gl.warp_specialize(
-            [
-                (consumer, (call.targets, Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS, MODE)),
-                (
-                    producer,
-                    (
-                        q,
-                        k,
-                        v,
-                        do,
-                        rows,
-                        delta,
-                        call.targets.ds,
-                        work,
-                        Program(call.inputs, call.scalars, buffers, barriers, sizes),
-                        BLOCKS,
-                        MODE,
-                    ),
-                ),
-                (writer, (dk, dv, Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS)),
-                (
-                    adder,
-                    (dq, dq_sum, next_tiles, Program(call.inputs, call.scalars, buffers, barriers, sizes), 0, BLOCKS),
-                ),
-                (
-                    adder,
-                    (dq, dq_sum, next_tiles, Program(call.inputs, call.scalars, buffers, barriers, sizes), 1, BLOCKS),
-                ),
-                (mask_drawer, (Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS)),
-            ],
-            [1, 1, 1, 1, 4],
-            [24, 24, 24, 24, 40],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consumer, (call.targets, Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS, MODE)),
-                (
-                    producer,
-                    (
-                        q,
-                        k,
-                        v,
-                        do,
-                        rows,
-                        delta,
-                        call.targets.ds,
-                        work,
-                        Program(call.inputs, call.scalars, buffers, barriers, sizes),
-                        BLOCKS,
-                        MODE,
-                    ),
-                ),
-                (writer, (dk, dv, Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS)),
-                (
-                    adder,
-                    (dq, dq_sum, next_tiles, Program(call.inputs, call.scalars, buffers, barriers, sizes), 0, BLOCKS),
-                ),
-                (
-                    adder,
-                    (dq, dq_sum, next_tiles, Program(call.inputs, call.scalars, buffers, barriers, sizes), 1, BLOCKS),
-                ),
-            ],
-            [1, 1, 1, 1],
-            [24, 24, 24, 24],
-        )
+    program = Program(call.inputs, call.scalars, buffers, barriers, sizes)
+    next_tiles, work, ds = call.counters.next_tile, call.counters.work, call.targets.ds
+    run_roles(
+        (consumer, (call.targets, program, BLOCKS, MODE)),
+        [
+            (producer, (q, k, v, do, rows, delta, ds, work, program, BLOCKS, MODE), 1, 24),
+            (writer, (dk, dv, program, BLOCKS), 1, 24),
+            (adder, (dq, dq_sum, next_tiles, program, 0, BLOCKS), 1, 24),
+            (adder, (dq, dq_sum, next_tiles, program, 1, BLOCKS), 1, 24),
+            (mask_drawer, (program, BLOCKS), 4 if BLOCKS.mask_drawer else 0, 40),
+        ],
+    )
 
 
 class Plan(NamedTuple):

@@ -58,7 +58,19 @@ from .forward_pipeline import (
     skip,
 )
 from .masks import as_bits
-from .program import Program, Sizes, Stage, barrier, key_tiles, reinterpret, stage_of, tiles, tma_store, wait_full
+from .program import (
+    Program,
+    Sizes,
+    Stage,
+    barrier,
+    key_tiles,
+    reinterpret,
+    run_roles,
+    stage_of,
+    tiles,
+    tma_store,
+    wait_full,
+)
 from .softmax import (
     GROWTH,
     ROWS,
@@ -147,34 +159,21 @@ def forward_kernel(q, k, v, parts, out, rows, inputs, p_work, scalars, BLOCKS: g
 
     Grid: a program for each tile where it is a consumer alone, else at most one for each multiprocessor.
     """
-    REGISTERS: gl.constexpr = BLOCKS.registers
     buffers, barriers = allocate(q.dtype, BLOCKS, MODE)
     H, T = q.shape[1], q.shape[2]
     n_tiles = gl.cdiv(T, BLOCKS.consumers * ROWS)
     sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, scalars.n_together >> 2)
+    program = Program(inputs, scalars, buffers, barriers, sizes)
     if BLOCKS.consumers == 1:
-        consumer_alone(q, k, v, parts, out, rows, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)
-    # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
-    elif BLOCKS.consumers == 2:
-        gl.warp_specialize(
-            [
-                (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 0, BLOCKS, MODE)),
-                (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 1, BLOCKS, MODE)),
-                (producer, (q, k, v, parts, p_work, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
+        consumer_alone(q, k, v, parts, out, rows, program, BLOCKS, MODE)
     else:
-        gl.warp_specialize(
+        run_roles(
+            (consumer, (out, rows, program, 0, BLOCKS, MODE)),
             [
-                (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 0, BLOCKS, MODE)),
-                (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 1, BLOCKS, MODE)),
-                (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 2, BLOCKS, MODE)),
-                (producer, (q, k, v, parts, p_work, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)),
+                (consumer, (out, rows, program, 1, BLOCKS, MODE), 4, BLOCKS.registers),
+                (consumer, (out, rows, program, 2, BLOCKS, MODE), 4 if BLOCKS.consumers == 3 else 0, BLOCKS.registers),
+                (producer, (q, k, v, parts, p_work, program, BLOCKS, MODE), 1, 24),
             ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
         )
 
 

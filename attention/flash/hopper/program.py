@@ -157,6 +157,23 @@ def tma_add(descriptor, position, tile, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, position, tile.handle)
 
 
+@builtin
+def run_roles(first, others, _semantic=None, _generator=None):
+    """Divide a program among warps. Triton takes the functions as literals of the call.
+
+    first   (function, arguments), with the warps of the launch and the registers that are left
+    others  (function, arguments, warps, registers of a thread) of each other role; without warps it is left out
+    """
+    others = [(*role[:2], *(getattr(x, "value", x) for x in role[2:])) for role in others]
+    others = [role for role in others if role[2]]
+    functions, warps, registers = (
+        [role[:2] for role in others],
+        [role[2] for role in others],
+        [role[3] for role in others],
+    )
+    return _semantic.warp_specialize([first, *functions], warps, registers, _generator)
+
+
 TILE_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 PARTS_LAYOUT = NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
 FP32_LAYOUT = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

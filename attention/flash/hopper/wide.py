@@ -47,6 +47,7 @@ from .program import (
     key_tiles,
     reinterpret,
     row_tiles,
+    run_roles,
     stage_of,
     tiles,
     tma_load,
@@ -320,18 +321,13 @@ def dq_kernel(q, k, v, do, dq, lse2, delta, p_work, inputs, scalars, BLOCKS: gl.
     H, T = q.shape[1], q.shape[2]
     n_tiles = gl.cdiv(T, BLOCKS.consumers * ROWS)
     sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, scalars.n_together >> 2)
-    # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
-    gl.warp_specialize(
+    program = Program(inputs, scalars, buffers, barriers, sizes)
+    run_roles(
+        (consumer, (dq, program, 0, BLOCKS, MODE)),
         [
-            (consumer, (dq, Program(inputs, scalars, buffers, barriers, sizes), 0, BLOCKS, MODE)),
-            (consumer, (dq, Program(inputs, scalars, buffers, barriers, sizes), 1, BLOCKS, MODE)),
-            (
-                producer,
-                (q, k, v, do, lse2, delta, p_work, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE),
-            ),
+            (consumer, (dq, program, 1, BLOCKS, MODE), 4, 240),
+            (producer, (q, k, v, do, lse2, delta, p_work, program, BLOCKS, MODE), 1, 24),
         ],
-        [4, 1],
-        [240, 24],
     )
 
 

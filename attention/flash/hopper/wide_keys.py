@@ -26,7 +26,7 @@ from ..score import LOG2_E, locate
 from .backward_pipeline import FIELDS, Part, hand_out, next_tile, place, writer
 from .backward_step import QueryTile, done, weights
 from .masks import draw_transposed, load_key, word_layout
-from .program import Program, Sizes, reinterpret, stage_of, tma_load, wait_empty, wait_full
+from .program import Program, Sizes, reinterpret, run_roles, stage_of, tma_load, wait_empty, wait_full
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of s^T and dp^T: (keys, queries)
 
@@ -266,17 +266,12 @@ def dkdv_kernel(q, k, v, do, dk, dv, lse2, delta, p_work, inputs, scalars, CONFI
     buffers, barriers = allocate(q, lse2, BLOCKS)
     H, H_kv, T, S = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     sizes = Sizes(H, H // H_kv, T, S, gl.cdiv(S, BLOCKS.k), q.shape[0] * H_kv, scalars.n_together >> 2)
-    # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
-    gl.warp_specialize(
+    program = Program(inputs, scalars, buffers, barriers, sizes)
+    run_roles(
+        (consumer, (program, True, BLOCKS, MODE)),
         [
-            (consumer, (Program(inputs, scalars, buffers, barriers, sizes), True, BLOCKS, MODE)),
-            (consumer, (Program(inputs, scalars, buffers, barriers, sizes), False, BLOCKS, MODE)),
-            (
-                producer,
-                (q, k, v, do, lse2, delta, p_work, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE),
-            ),
-            (writer, (dv, dk, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS)),
+            (consumer, (program, False, BLOCKS, MODE), 4, 240),
+            (producer, (q, k, v, do, lse2, delta, p_work, program, BLOCKS, MODE), 1, 24),
+            (writer, (dv, dk, program, BLOCKS), 1, 24),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
     )
