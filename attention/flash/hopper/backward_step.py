@@ -103,23 +103,15 @@ def joined(b_pieces):
 
 
 @gluon.jit
-def weights(
-    b_s, b_w, part, is_cut, queries, tile, pos, program,
-    P_LAYOUT: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
-):  # fmt: skip
-    """(BN, M) of M queries, a part or a piece of it: p times the derivative of the scores, and ~p in 16 bits."""
-    BN: gl.constexpr = BLOCKS.k
-    M: gl.constexpr = b_s.shape[1]
+def changed_scores(
+    b_s, b_tanh, o_m, o_rows, part, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr
+):
+    """(the scores (BN, M) of what a product has left in b_s, the factor that makes them powers of 2, their derivative).
+
+    Values of distances are not in them yet.
+    """
     LAYOUT: gl.constexpr = b_s.type.layout
-    THRESHOLD: gl.constexpr = MODE.threshold
-    scale_log2, slope2 = program.scalars.scale_log2, queries.slope2
-    i_n = tile.i_tile * BN
-    o_m = part.i_m + gl.arange(0, M, gl.SliceLayout(0, LAYOUT))
-    o_rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
-    b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
-    # For the part's first query: `delta_kernel` adds the difference of the others' bias to lse2.
-    own = part.i_part + pos.offset
-    b_bias = alibi_bias(slope2, o_m[None, :], o_rows[:, None], i_n, own, pos, MODE) if MODE.alibi else None
+    scale_log2, i_n = program.scalars.scale_log2, tile.i_tile * BLOCKS.k
     b_slope = 1.0
     factor = log2_factor(scale_log2, MODE)
     if MODE.biased:  # the product has left s with its bias, or s
@@ -128,24 +120,68 @@ def weights(
             b_s = b_s * scale_log2 + gl.convert_layout(queries.bias, gl.SliceLayout(1, LAYOUT))[:, None]
             factor = 1.0
     elif MODE.formula is not None:
-        given = program.inputs.formula
+        x = program.inputs.formula
         place = Place(tile.i_b, queries.i_h, o_m[None, :], (i_n + o_rows)[:, None], pos)
-        head = MODE.formula.head(given, tile.i_b, queries.i_h)
-        row = MODE.formula.row(given, tile.i_b, queries.i_h, place.o_m, pos.T)
-        column = MODE.formula.column(given, tile.i_b, queries.i_h, i_n, o_rows[:, None], None)
-        b_s, b_slope = MODE.formula.slope(b_s, program.scalars.scale, head, row, column, given, place, False)
+        head = MODE.formula.head(x, tile.i_b, queries.i_h)
+        row = MODE.formula.row(x, tile.i_b, queries.i_h, place.o_m, pos.T)
+        column = MODE.formula.column(x, tile.i_b, queries.i_h, i_n, o_rows[:, None], None)
+        b_s, b_slope = MODE.formula.slope(b_s, program.scalars.scale, head, row, column, x, place, False)
     else:
+        # For the part's first query: `delta_kernel` adds the difference of the others' bias to lse2.
+        i_query = part.i_part + pos.offset
+        b_bias = None
+        if MODE.alibi:
+            b_bias = alibi_bias(queries.slope2, o_m[None, :], o_rows[:, None], i_n, i_query, pos, MODE)
         b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+    return b_s, factor, b_slope
+
+
+@gluon.jit
+def add_near_numbers(b_s, o_rows, part, queries, tile, pos, program, BLOCKS: gl.constexpr):
+    """(scores (BN, M) with the values of their distances, True), or, if all pairs have that of the furthest, as before.
+
+    Only for scores to which values of distances are added.
+    """
+    BN: gl.constexpr = BLOCKS.k
+    x, i_n = program.inputs.formula[0], tile.i_tile * BN
+    near = is_near(x, part.i_m, i_n, BN, pos)
+    if near:
+        o_queries = gl.arange(0, b_s.shape[1], gl.SliceLayout(0, b_s.type.layout))[None, :]
+        o_keys = BN - 1 - o_rows[:, None]
+        b_numbers = near_numbers(x, tile.i_b, queries.i_h, part.i_m, i_n, o_keys, o_queries, BN, pos)
+        b_s += b_numbers * (LOG2_E / program.scalars.scale_log2)
+    return b_s, near
+
+
+@gluon.jit
+def drop_weights(b_p_kept, b_w, part, i_step, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """The weights (BN, M) with zeros where dropout drops them, by its words b_w, or by those that warps have drawn."""
+    BN: gl.constexpr = BLOCKS.k
+    M: gl.constexpr = b_p_kept.shape[1]
+    if BLOCKS.mask_drawer:
+        wait_full(program.barriers.words_full, stage_of(i_step, BLOCKS.stages))
+        b_w = part.words.load(word_layout(BN // 2, M // 2, 8))
+    return drop_transposed(b_p_kept, b_w, MODE.threshold, M, BN)
+
+
+@gluon.jit
+def weights(
+    b_s, b_w, part, is_cut, queries, tile, pos, program,
+    P_LAYOUT: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
+):  # fmt: skip
+    """(BN, M) of M queries, a part or a piece of it: p times the derivative of the scores, and ~p in 16 bits."""
+    BN: gl.constexpr = BLOCKS.k
+    LAYOUT: gl.constexpr = b_s.type.layout
+    o_m = part.i_m + gl.arange(0, b_s.shape[1], gl.SliceLayout(0, LAYOUT))
+    o_rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
+    b_tanh = soft_cap_tanh(b_s, program.scalars.scale_log2, MODE) if MODE.soft_cap is not None else None
+    b_s, factor, b_slope = changed_scores(
+        b_s, b_tanh, o_m, o_rows, part, queries, tile, pos, program, BLOCKS, MODE
+    )  # fmt: skip
     if MODE.added == "distance":
-        x = program.inputs.formula[0]
-        near = is_near(x, part.i_m, i_n, BN, pos)
-        if near:
-            o_queries = gl.arange(0, M, gl.SliceLayout(0, LAYOUT))[None, :]
-            o_keys = BN - 1 - o_rows[:, None]
-            b_numbers = near_numbers(x, tile.i_b, queries.i_h, part.i_m, i_n, o_keys, o_queries, BN, pos)
-            b_s += b_numbers * (LOG2_E / scale_log2)
+        b_s, near = add_near_numbers(b_s, o_rows, part, queries, tile, pos, program, BLOCKS)
     if is_cut:
-        b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], pos, MODE), b_s, -float("inf"))
+        b_s = gl.where(seen_by_query(tile.i_tile * BN + o_rows, o_m[None, :], pos, MODE), b_s, -float("inf"))
     b_lse2 = 0.0 if BLOCKS.rows_in_products else part.lse2.load(LAYOUT)
     if MODE.added == "distance":
         b_lse2 = b_lse2 - gl.where(near, 0.0, queries.far)
@@ -154,11 +190,8 @@ def weights(
     b_p = times_derivative(b_p, b_tanh, MODE)  # so that tanh leaves the registers
     if MODE.formula is not None and MODE.formula.has_slope:
         b_p = gl.where(b_p > 0, b_p * b_slope, 0.0)  # it may have no value where a query does not see a key
-    if THRESHOLD:
-        if BLOCKS.mask_drawer:
-            wait_full(program.barriers.words_full, stage_of(queries.i_step, BLOCKS.stages))
-            b_w = part.words.load(word_layout(BN // 2, M // 2, 8))
-        b_p_kept = drop_transposed(b_p_kept, b_w, THRESHOLD, M, BN)
+    if MODE.threshold:
+        b_p_kept = drop_weights(b_p_kept, b_w, part, queries.i_step, program, BLOCKS, MODE)
     return b_p, b_p_kept
 
 
