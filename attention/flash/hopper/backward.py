@@ -338,7 +338,7 @@ def backward_kernel(q, k, v, do, dq, dk, dv, rows, delta, dq_sum, call, CONFIG: 
     )
 
 
-class Plan(NamedTuple):
+class BackwardPlan(NamedTuple):
     """What the properties of a call determine: `n_together` key/value heads run at the same time, if there are more."""
 
     blocks: BackwardBlocks
@@ -347,7 +347,7 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def plan_backward(problem: Problem, H: int, H_kv: int, n_programs: int, horizon: bool, writes_ds: bool) -> Plan:
+def plan_backward(problem: Problem, H: int, H_kv: int, n_programs: int, horizon: bool, writes_ds: bool) -> BackwardPlan:
     """The plan of a call with H query heads and H_kv key/value heads; `horizon` as Mode has it."""
     blocks = backward_blocks(problem)
     mode = hopper_mode(problem.spec, problem.head_dim, problem.dtype, horizon)
@@ -355,7 +355,7 @@ def plan_backward(problem: Problem, H: int, H_kv: int, n_programs: int, horizon:
         blocks = blocks._replace(rows_in_products=False)
     if writes_ds:
         blocks = blocks._replace(writes_ds=True, ds_aligned=problem.keys % 4 == 0)
-    return Plan(blocks, mode, max(1, n_programs // key_tiles_together(problem, H // H_kv)))
+    return BackwardPlan(blocks, mode, max(1, n_programs // key_tiles_together(problem, H // H_kv)))
 
 
 def backward(

@@ -20,7 +20,7 @@ from ..score import LOG2_E, locate
 from ..tiles import swizzle
 from .added import PARTS, bf16_parts, prefetch_pairs
 from .masks import WORDS_IN_SHARED_MEMORY, draw_transposed, load_key
-from .program import query_tiles, reinterpret, stage_of, tma_load, tma_store, wait_empty, wait_full
+from .program import fetch_tile, query_tiles, stage_of, take_tile, tma_load, wait_empty, wait_full
 
 SLOTS = gl.constexpr(2)  # of dq in shared memory
 WIDTH = gl.constexpr(256)  # of a row of the workspace: a value for each of the consumer's threads
@@ -353,10 +353,8 @@ def producer(q, k, v, do, rows, delta, ds, p_work, program, BLOCKS: gl.constexpr
     """
     BM: gl.constexpr = BLOCKS.q
     BN: gl.constexpr = BLOCKS.k
-    BD: gl.constexpr = BLOCKS.columns
     STAGES: gl.constexpr = BLOCKS.stages
     KEY_STAGES: gl.constexpr = BLOCKS.key_stages
-    dtype: gl.constexpr = q.dtype
     buffers, barriers, sizes = program.buffers, program.barriers, program.sizes
 
     i_step = 0
@@ -366,12 +364,11 @@ def producer(q, k, v, do, rows, delta, ds, p_work, program, BLOCKS: gl.constexpr
         stage = stage_of(i_round, KEY_STAGES)
         full = barriers.kv_full.index(stage.index)
         position = [tile.i_b, tile.i_h // sizes.G, tile.i_tile * BN, 0]
-        b_k = reinterpret(buffers.k.index(stage.index), dtype, [1, 1, BN, BD], k.layout)
-        b_v = reinterpret(buffers.v.index(stage.index), dtype, [1, 1, BN, BD], v.layout)
+        b_k, b_v = buffers.k.index(stage.index), buffers.v.index(stage.index)
         wait_empty(barriers.kv_empty, stage)
         mbarrier.expect(full, 2 * k.block_type.nbytes)
-        tma_load(k, position, full, b_k)
-        tma_load(v, position, full, b_v)
+        fetch_tile(k, position, full, b_k)
+        fetch_tile(v, position, full, b_v)
         n_steps = (tile.end - tile.start) * sizes.G
         if BLOCKS.writes_ds:
             unseen = unseen_tiles(tile, program, BLOCKS, MODE)
@@ -383,8 +380,7 @@ def producer(q, k, v, do, rows, delta, ds, p_work, program, BLOCKS: gl.constexpr
             i_bh, i_m = tile.i_b * sizes.H + i_h, i_tile_m * BM
             stage = stage_of(i_step, STAGES)
             full = barriers.full.index(stage.index)
-            b_q = reinterpret(buffers.q.index(stage.index), dtype, [1, 1, BM, BD], q.layout)
-            b_do = reinterpret(buffers.do.index(stage.index), dtype, [1, 1, BM, BD], do.layout)
+            b_q, b_do = buffers.q.index(stage.index), buffers.do.index(stage.index)
             if MODE.added == "pair":
                 prefetch_pairs(program.inputs.formula[0], tile.i_b, i_h, i_m, tile.i_tile * BN, BM, BN)
             wait_empty(barriers.empty, stage)
@@ -396,8 +392,8 @@ def producer(q, k, v, do, rows, delta, ds, p_work, program, BLOCKS: gl.constexpr
                 mbarrier.expect(full, 2 * q.block_type.nbytes + 2 * rows.block_type.nbytes)
                 tma_load(rows, [i_bh, i_m], full, buffers.lse2.index(stage.index))
                 tma_load(delta, [i_bh, i_m], full, buffers.delta.index(stage.index))
-            tma_load(q, [tile.i_b, i_h, i_m, 0], full, b_q)
-            tma_load(do, [tile.i_b, i_h, i_m, 0], full, b_do)
+            fetch_tile(q, [tile.i_b, i_h, i_m, 0], full, b_q)
+            fetch_tile(do, [tile.i_b, i_h, i_m, 0], full, b_do)
             if BLOCKS.writes_ds:
                 write_zeros(ds, unseen, i * n_unseen, n_unseen, tile, program, BLOCKS)
             i_step += 1
@@ -409,7 +405,6 @@ def producer(q, k, v, do, rows, delta, ds, p_work, program, BLOCKS: gl.constexpr
 def writer(dk, dv, program, BLOCKS: gl.constexpr):
     """One warp: takes dk and dv away, which the consumer puts where k and v were."""
     BN: gl.constexpr = BLOCKS.k
-    BD: gl.constexpr = BLOCKS.columns
     KEY_STAGES: gl.constexpr = BLOCKS.key_stages
     buffers, barriers, sizes = program.buffers, program.barriers, program.sizes
 
@@ -418,11 +413,10 @@ def writer(dk, dv, program, BLOCKS: gl.constexpr):
     while tile.i_tile >= 0:
         stage = stage_of(i_round, KEY_STAGES)
         position = [tile.i_b, tile.i_h // sizes.G, tile.i_tile * BN, 0]
-        b_dk = reinterpret(buffers.k.index(stage.index), dk.dtype, [1, 1, BN, BD], dk.layout)
-        b_dv = reinterpret(buffers.v.index(stage.index), dv.dtype, [1, 1, BN, BD], dv.layout)
+        b_dk, b_dv = buffers.k.index(stage.index), buffers.v.index(stage.index)
         wait_full(barriers.dkdv_full, stage)
-        tma_store(dk, position, b_dk)
-        tma_store(dv, position, b_dv)
+        take_tile(dk, position, b_dk)
+        take_tile(dv, position, b_dv)
         tma.store_wait(0)
         mbarrier.arrive(barriers.kv_empty.index(stage.index))
         i_round += 1

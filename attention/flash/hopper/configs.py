@@ -104,7 +104,7 @@ class BackwardBlocks(NamedTuple):
     ds_aligned: bool = False
 
 
-def kind_of_scores(score: Score) -> str:
+def row_of(score: Score) -> str:
     """The row of a table for scores: what they are, besides causal; "formula" for one that computes with the scores."""
     if score.formula is not None:
         added = added_by(score)
@@ -148,7 +148,7 @@ FORWARD_64: dict[str, tuple[tuple[float, float, str], tuple[float, float, str]]]
 @lru_cache(maxsize=1024)
 def forward_blocks(problem: Problem) -> ForwardBlocks:
     """The forward's shape for a call with a head size that it supports."""
-    spec, dropout, length, kind = problem.spec, problem.dropout, problem.visible, kind_of_scores(problem.spec.score)
+    spec, dropout, length, kind = problem.spec, problem.dropout, problem.visible, row_of(problem.spec.score)
     if problem.head_dim > 128:
         return FORWARD["256"][0]
     # Other formulas are slower that way, or less accurate (docs/notes/kernels.md). Soft caps up to 60 need no maxima.
@@ -190,7 +190,7 @@ BACKWARD: dict[str, tuple[BackwardBlocks, str]] = {
 @lru_cache(maxsize=1024)
 def backward_blocks(problem: Problem) -> BackwardBlocks:
     """The backward's shape for a call with a head size that it supports."""
-    kind, dropout = kind_of_scores(problem.spec.score), problem.dropout
+    kind, dropout = row_of(problem.spec.score), problem.dropout
     if problem.head_dim > 128:
         return BACKWARD["256"][0]
     sums = sums_of(problem.spec)

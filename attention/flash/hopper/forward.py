@@ -58,19 +58,7 @@ from .forward_pipeline import (
     skip,
 )
 from .masks import as_bits
-from .program import (
-    Program,
-    Sizes,
-    Stage,
-    barrier,
-    key_tiles,
-    reinterpret,
-    run_roles,
-    stage_of,
-    tiles,
-    tma_store,
-    wait_full,
-)
+from .program import Program, Sizes, Stage, barrier, key_tiles, run_roles, stage_of, take_tile, tiles, wait_full
 from .softmax import (
     GROWTH,
     ROWS,
@@ -134,14 +122,14 @@ def consumer_alone(q, k, v, parts, out, rows, program, BLOCKS: gl.constexpr, MOD
         next_end = gl.where(is_pair, next_end, next_start)
     i_row = first_part(i_bh, sizes, MODE)
     keys = Keys(k, v, parts, i_b, i_h // sizes.G, i_row, n_start, n_end, next_start, next_end)
-    fetch_queries(q, i_b, i_h, i_m, 0, buffers, barriers, BLOCKS)
+    fetch_queries(q, i_b, i_h, i_m, 0, buffers, barriers)
     for j in gl.static_range(STAGES):
         fetch_alone(j, j, keys, buffers, barriers, BLOCKS, MODE)
     i_step = 0
     i_order = 0
     if TILES > 1:
         if is_pair:
-            fetch_queries(q, i_b, i_h, i_tile * ROWS, 1, buffers, barriers, BLOCKS)
+            fetch_queries(q, i_b, i_h, i_tile * ROWS, 1, buffers, barriers)
         for i in range(gl.where(is_pair, 2, 1)):
             work = Work(gl.where(i == 0, i_m, i_tile * ROWS), i_b, i_h, Stage(i, 0))
             i_step, i_order = attend(out, rows, keys, work, program, i_step, i_order, 0, BLOCKS, MODE)
@@ -177,7 +165,7 @@ def forward_kernel(q, k, v, parts, out, rows, inputs, p_work, scalars, BLOCKS: g
         )
 
 
-class Plan(NamedTuple):
+class ForwardPlan(NamedTuple):
     """What the properties of a call determine: see `launch` for the first three."""
 
     blocks: ForwardBlocks
@@ -189,7 +177,7 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=1024)
 def plan_forward(
     problem: Problem, B: int, H: int, H_kv: int, n_programs: int, horizon: bool, blocks: ForwardBlocks | None
-) -> Plan:
+) -> ForwardPlan:
     """The plan of a call with B sequences, H query heads and H_kv key/value heads; `horizon` as Mode has it."""
     blocks = blocks or forward_blocks(problem)
     rows = blocks.consumers * ROWS.value
@@ -201,7 +189,7 @@ def plan_forward(
         n_m = (n_m + blocks.q_stages - 1) // blocks.q_stages
         n_programs = n_m * B * H
     mode = hopper_mode(problem.spec, problem.head_dim, problem.dtype, horizon)
-    return Plan(blocks, mode, (min(n_programs, n_m * B * H), 1, 1), n_together)
+    return ForwardPlan(blocks, mode, (min(n_programs, n_m * B * H), 1, 1), n_together)
 
 
 def forward(
@@ -538,10 +526,8 @@ def last_product(
 def write(out, rows, result, i_bh, queries, work, program, c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """out and lse of the 64 queries."""
     o_m, o, l_row, lse2 = result
-    BD: gl.constexpr = BLOCKS.columns
     KEEP_SCALE: gl.constexpr = 256 / (256 - MODE.threshold)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    dtype: gl.constexpr = out.dtype
     sizes, barriers, i_m = program.sizes, program.barriers, queries.i_m
     # Kept weights are rescaled once, here, by the inverse of the keep probability.
     o = o * gl.convert_layout(KEEP_SCALE / l_row, O_ROWS)[:, None]
@@ -556,10 +542,9 @@ def write(out, rows, result, i_bh, queries, work, program, c: gl.constexpr, BLOC
         o = gl.where((i_m + gl.arange(0, ROWS, O_ROWS) >= sizes.T - sizes.S)[:, None], o, 0.0)
     b_out = program.buffers.out.index(work.stage.index if BLOCKS.out_in_q and BLOCKS.q_stages > 1 else c)
     tma.store_wait(0)
-    b_out.store(o.to(dtype))
+    b_out.store(o.to(out.dtype))
     fence_async_shared()
-    b_out = reinterpret(b_out, dtype, [1, 1, ROWS, BD], out.layout)
-    tma_store(out, [work.i_b, work.i_h, i_m, 0], b_out)
+    take_tile(out, [work.i_b, work.i_h, i_m, 0], b_out)
     if BLOCKS.out_in_q and BLOCKS.consumers > 1:
         tma.store_wait(0)
         mbarrier.arrive(barriers.q_empty.index(work.stage.index))

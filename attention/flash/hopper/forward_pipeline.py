@@ -14,7 +14,7 @@ from ..formula import LARGEST_TILE
 from ..score import locate
 from ..tiles import swizzle
 from .added import prefetch_pairs
-from .program import Stage, barrier, key_tiles, reinterpret, stage_of, tma_load, wait_empty, wait_full
+from .program import Stage, barrier, fetch_tile, key_tiles, stage_of, tma_load, wait_empty, wait_full
 from .softmax import PARTS, ROWS, bias_in_product, column_numbers
 
 
@@ -180,7 +180,7 @@ def producer(q, k, v, parts, p_work, program, BLOCKS: gl.constexpr, MODE: gl.con
         for c in gl.static_range(CONSUMERS):
             stage = q_stage(i_round, c, BLOCKS)
             hand_out(Work(i_m, i_b, i_h, stage), buffers, barriers)
-            fetch_queries(q, i_b, i_h, i_m + c * ROWS, stage.index, buffers, barriers, BLOCKS)
+            fetch_queries(q, i_b, i_h, i_m + c * ROWS, stage.index, buffers, barriers)
         pos = locate(sizes.T, sizes.S, program.inputs, program.scalars, i_b, i_bh, 1)
         n_start, _, _, n_end = key_tiles(i_m, pos, CONSUMERS * ROWS, BN, MODE)
         keys = Keys(k, v, parts, i_b, i_h // sizes.G, first_part(i_bh, sizes, MODE), n_start, n_end, 0, 0)
@@ -199,12 +199,12 @@ def producer(q, k, v, parts, p_work, program, BLOCKS: gl.constexpr, MODE: gl.con
 
 
 @gluon.jit
-def fetch_queries(q, i_b, i_h, i_m, i_q, buffers, barriers, BLOCKS: gl.constexpr):
+def fetch_queries(q, i_b, i_h, i_m, i_q, buffers, barriers):
     """Have the queries from i_m brought to stage i_q."""
     q_full = barriers.q_full.index(i_q)
     mbarrier.expect(q_full, q.block_type.nbytes)
-    b_q = reinterpret(buffers.q.index(i_q), q.dtype, [1, 1, ROWS, BLOCKS.columns], q.layout)
-    tma_load(q, [i_b, i_h, i_m, 0], q_full, b_q)
+    b_q = buffers.q.index(i_q)
+    fetch_tile(q, [i_b, i_h, i_m, 0], q_full, b_q)
 
 
 @gluon.jit
@@ -217,7 +217,6 @@ def first_part(i_bh, sizes, MODE: gl.constexpr):
 def fetch(j, i_s, keys, buffers, barriers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Have stage i_s filled for step j of the walk over `keys`: k of a tile and v of the tile before it."""
     BN: gl.constexpr = BLOCKS.k
-    BD: gl.constexpr = BLOCKS.columns
     k, v = keys.k, keys.v
     i_n = (keys.n_end - 1 - j) * BN
     has_k, has_v = j < keys.n_end - keys.n_start, (j > 0) & (j <= keys.n_end - keys.n_start)
@@ -231,11 +230,10 @@ def fetch(j, i_s, keys, buffers, barriers, BLOCKS: gl.constexpr, MODE: gl.conste
     else:
         mbarrier.expect(kv_full, 2 * k.block_type.nbytes, pred=has_k & has_v)
         mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_k != has_v)
-    b_k = reinterpret(buffers.k.index(i_s), k.dtype, [1, 1, BN, BD], k.layout)
-    b_v = reinterpret(buffers.v.index(i_s), v.dtype, [1, 1, BN, BD], v.layout)
+    b_k, b_v = buffers.k.index(i_s), buffers.v.index(i_s)
     v_position = [keys.i_b, keys.i_kv, i_n + BN, 0]
-    tma_load(k, [keys.i_b, keys.i_kv, i_n, 0], kv_full, b_k, pred=has_k)
-    tma_load(v, v_position, kv_full, b_v, pred=has_v)
+    fetch_tile(k, [keys.i_b, keys.i_kv, i_n, 0], kv_full, b_k, has_k)
+    fetch_tile(v, v_position, kv_full, b_v, has_v)
 
 
 @gluon.jit

@@ -150,6 +150,18 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
     return method(dtype, shape, layout, _semantic=_semantic)
 
 
+@gluon.jit
+def fetch_tile(x, position, full, memory, is_there=True):
+    """Have a tile of x brought to shared memory, if it is there; `full` learns of it."""
+    tma_load(x, position, full, reinterpret(memory, x.dtype, x.block_shape, x.layout), pred=is_there)
+
+
+@gluon.jit
+def take_tile(x, position, memory):
+    """Have a tile of x taken from shared memory."""
+    tma_store(x, position, reinterpret(memory, x.dtype, x.block_shape, x.layout))
+
+
 @builtin
 def tma_add(descriptor, position, tile, _semantic=None):
     """Add a tile in shared memory to device memory by the copy engine: cp.reduce.async.bulk.tensor."""

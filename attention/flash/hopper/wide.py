@@ -44,14 +44,14 @@ from .masks import drop, load_key
 from .program import (
     Program,
     Sizes,
+    fetch_tile,
     key_tiles,
-    reinterpret,
     row_tiles,
     run_roles,
     stage_of,
+    take_tile,
     tiles,
     tma_load,
-    tma_store,
     wait_empty,
     wait_full,
 )
@@ -149,7 +149,6 @@ def producer(q, k, v, do, lse2, delta, p_work, program, BLOCKS: gl.constexpr, MO
     """One warp: hands out tiles of queries, and brings them and the keys and values that they see."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
     BN: gl.constexpr = BLOCKS.k
-    BD: gl.constexpr = BLOCKS.columns
     buffers, barriers, sizes = program.buffers, program.barriers, program.sizes
 
     i_step = 0
@@ -167,10 +166,9 @@ def producer(q, k, v, do, lse2, delta, p_work, program, BLOCKS: gl.constexpr, MO
             mbarrier.expect(full, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
             tma_load(lse2, [i_bh, i_m + c * ROWS], full, buffers.lse2.index(c))
             tma_load(delta, [i_bh, i_m + c * ROWS], full, buffers.delta.index(c))
-            b_q = reinterpret(buffers.q.index(c), q.dtype, [1, 1, ROWS, BD], q.layout)
-            b_do = reinterpret(buffers.do.index(c), q.dtype, [1, 1, ROWS, BD], q.layout)
-            tma_load(q, [i_b, i_h, i_m + c * ROWS, 0], full, b_q)
-            tma_load(do, [i_b, i_h, i_m + c * ROWS, 0], full, b_do)
+            b_q, b_do = buffers.q.index(c), buffers.do.index(c)
+            fetch_tile(q, [i_b, i_h, i_m + c * ROWS, 0], full, b_q)
+            fetch_tile(do, [i_b, i_h, i_m + c * ROWS, 0], full, b_do)
         pos = locate(sizes.T, sizes.S, program.inputs, program.scalars, i_b, i_bh, 1)
         n_start, _, _, n_end = key_tiles(i_m, pos, CONSUMERS * ROWS, BN, MODE)
         for j in range(n_start, n_end):
@@ -187,10 +185,10 @@ def producer(q, k, v, do, lse2, delta, p_work, program, BLOCKS: gl.constexpr, MO
 @gluon.jit
 def fetch(x, position, stage, tiles, full, empty):
     """Have a stage of k or v filled."""
-    b_x = reinterpret(tiles.index(stage.index), x.dtype, x.block_shape, x.layout)
+    b_x = tiles.index(stage.index)
     wait_empty(empty, stage)
     mbarrier.expect(full.index(stage.index), x.block_type.nbytes)
-    tma_load(x, position, full.index(stage.index), b_x)
+    fetch_tile(x, position, full.index(stage.index), b_x)
 
 
 @gluon.jit
@@ -306,8 +304,7 @@ def consumer(dq, program, c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.conste
         i_step = skip(i_step, n_start - n_start_all, barriers, BLOCKS)
         buffers.q.index(c).store((b_dq * (program.scalars.scale * KEEP_SCALE)).to(dq.dtype))
         fence_async_shared()
-        b_out = reinterpret(buffers.q.index(c), dq.dtype, [1, 1, ROWS, BD], dq.layout)
-        tma_store(dq, [work.i_b, work.i_h, i_m, 0], b_out)
+        take_tile(dq, [work.i_b, work.i_h, i_m, 0], buffers.q.index(c))
         tma.store_wait(0)
         mbarrier.arrive(barriers.q_empty.index(c))
         i_round += 1

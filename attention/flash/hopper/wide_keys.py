@@ -26,7 +26,7 @@ from ..score import LOG2_E, locate
 from .backward_pipeline import FIELDS, Part, hand_out, next_tile, place, writer
 from .backward_step import QueryTile, done, weights
 from .masks import draw_transposed, load_key, word_layout
-from .program import Program, Sizes, reinterpret, run_roles, stage_of, tma_load, wait_empty, wait_full
+from .program import Program, Sizes, fetch_tile, run_roles, stage_of, tma_load, wait_empty, wait_full
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of s^T and dp^T: (keys, queries)
 
@@ -112,8 +112,8 @@ def fetch_keys(k, v, tile, i_round, program):
     full = barriers.kv_full.index(0)
     wait_empty(barriers.kv_empty, stage_of(i_round, 1))
     mbarrier.expect(full, 2 * k.block_type.nbytes)
-    tma_load(k, position, full, reinterpret(buffers.k.index(0), k.dtype, k.block_shape, k.layout))
-    tma_load(v, position, full, reinterpret(buffers.v.index(0), v.dtype, v.block_shape, v.layout))
+    fetch_tile(k, position, full, buffers.k.index(0))
+    fetch_tile(v, position, full, buffers.v.index(0))
 
 
 @gluon.jit
@@ -144,8 +144,8 @@ def producer(q, k, v, do, lse2, delta, p_work, program, BLOCKS: gl.constexpr, MO
             tma_load(lse2, [i_bh, i_m], full, buffers.lse2.index(i_s))
             tma_load(delta, [i_bh, i_m], full, buffers.delta.index(i_s))
             position = [tile.i_b, i_h, i_m, 0]
-            tma_load(q, position, full, reinterpret(buffers.q.index(i_s), q.dtype, q.block_shape, q.layout))
-            tma_load(do, position, full, reinterpret(buffers.do.index(i_s), do.dtype, do.block_shape, do.layout))
+            fetch_tile(q, position, full, buffers.q.index(i_s))
+            fetch_tile(do, position, full, buffers.do.index(i_s))
             if i + 1 == n_early:
                 fetch_keys(k, v, tile, i_round, program)
             i_step += 1
