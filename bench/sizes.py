@@ -23,23 +23,23 @@ BUDGETS = {
     "attention/check": 33_000,
     "attention/flash": 70_500,
     "attention": 49_900,
-    "mixers": 6_000,
-    "model": 22_800,
+    "mixers": 6_350,
+    "model": 23_800,
     "data": 18_100,
     "recipe/run": 29_500,
     "recipe/training": 17_500,
     "recipe/distributed": 12_800,
-    "recipe/infer": 22_400,
+    "recipe/infer": 22_450,
     "recipe/compare": 30_300,
     "recipe": 3_100,
     "learn": 9_100,
     "bench": 22_500,
     ".": 6_000,
-    "tests": 254_500,
+    "tests": 255_000,
 }
-MOST_FILES = 333
-MOST_WORDS = 27_300  # of the pages in docs/
-MOST_OPTIONS = 124
+MOST_FILES = 334
+MOST_WORDS = 27_360  # of the pages in docs/
+MOST_OPTIONS = 126
 
 
 class Size(NamedTuple):

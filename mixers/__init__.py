@@ -7,6 +7,7 @@ fla.py        the kernels of the package flash-linear-attention, on NVIDIA GPUs
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .chunked import chunked
@@ -17,6 +18,7 @@ from .recurrent import recurrent
 IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked, "fla": fla}
 
 
+@torch.compiler.disable  # a compiler would unroll the chunks, and takes minutes for a thousand
 def mix(
     q: Tensor,
     k: Tensor,
@@ -46,7 +48,8 @@ def mix(
         raise MixerError(f"mixer={mixer} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}.")
     inputs = MixerInputs(q, k, v, log_decay, beta, initial, documents)
     inputs.check(recurrence)
-    return IMPLEMENTATIONS[mixer](inputs, recurrence, q.shape[-1] ** -0.5 if scale is None else scale)
+    with torch.autocast(q.device.type, enabled=False):  # the state's products are in fp32
+        return IMPLEMENTATIONS[mixer](inputs, recurrence, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 __all__ = ["IMPLEMENTATIONS", "Decay", "MixerError", "Recurrence", "mix"]

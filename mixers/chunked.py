@@ -70,10 +70,11 @@ def chunked(inputs: MixerInputs, recurrence: Recurrence, scale: float, size: int
     log_decay = inputs.log_decay if inputs.log_decay is not None else q.new_zeros(B, H, T, 1)
     G = cut(log_decay).cumsum(-2)  # (B, H, N, C, K or 1)
     into, out_of = G.exp(), (G[..., -1:, :] - G).exp()
-    scores = weighted(q, k, G)
+    decay = decay_between(G)
+    scores = weighted(q, k, decay)
     read = None  # what a token reads of the state before its chunk, before it writes
     if recurrence.delta:
-        system = weighted(row, k, G).tril(-1) + torch.eye(size, dtype=dtype, device=q.device)
+        system = weighted(row, k, decay).tril(-1) + torch.eye(size, dtype=dtype, device=q.device)
         right = torch.cat([new, row * into], dim=-1)
         new, read = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split([V, K], dim=-1)
     outs = []
@@ -89,11 +90,14 @@ def chunked(inputs: MixerInputs, recurrence: Recurrence, scale: float, size: int
     return out.gather(2, chunks.place[:, None, :, None].expand(B, H, T, V)).to(inputs.v.dtype), state
 
 
-def weighted(rows: Tensor, columns: Tensor, G: Tensor) -> Tensor:
-    """The products (..., C, C) of rows and columns (..., C, K), j <= i, weighted by what decays from j to i."""
-    earlier = torch.ones(rows.shape[-2], rows.shape[-2], dtype=torch.bool, device=rows.device).tril()
-    between = G[..., :, None, :] - G[..., None, :, :]
-    decay = between.masked_fill(~earlier[..., None], float("-inf")).exp()  # (..., C, C, K or 1)
+def decay_between(G: Tensor) -> Tensor:
+    """exp(G_i - G_j) for j <= i, else 0: (..., C, C, K or 1) for G (..., C, K or 1)."""
+    later = torch.ones(G.shape[-2], G.shape[-2], dtype=torch.bool, device=G.device).triu(1)
+    return (G[..., :, None, :] - G[..., None, :, :]).masked_fill(later[..., None], float("-inf")).exp()
+
+
+def weighted(rows: Tensor, columns: Tensor, decay: Tensor) -> Tensor:
+    """The products (..., C, C) of rows and columns (..., C, K), weighted by what decays between them."""
     if decay.shape[-1] == 1:
         return (rows @ columns.mT) * decay[..., 0]
     return torch.einsum("...ik,...jk,...ijk->...ij", rows, columns, decay)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,20 +23,24 @@ KERNELS = {
 }
 
 
+def check_device(device: torch.device) -> None:
+    """Raise MixerError where the kernels cannot run."""
+    if device.type != "cuda":
+        raise MixerError(f"mixer=fla needs a GPU and not {device.type}; choose mixer=chunked.")
+    if find_spec("fla") is None:
+        raise MixerError("mixer=fla needs a package: pip install flash-linear-attention, or choose mixer=chunked.")
+
+
 def fla(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> tuple[Tensor, Tensor]:
     """The output (B, H, T, V) in v's dtype, and the last state (B, H, K, V) in fp32. Raises MixerError.
 
     Rows with documents go in one after the other, as the package takes them; `initial` then stays out.
     """
-    if inputs.v.device.type != "cuda":
-        raise MixerError("mixer=fla needs a GPU; choose mixer=chunked on a CPU.")
+    check_device(inputs.v.device)
     if recurrence not in KERNELS:
         raise MixerError(f"mixer=fla has no kernel for decay={recurrence.decay.value} with the delta rule.")
     module, name, decay = KERNELS[recurrence]
-    try:
-        function: Any = getattr(import_module(f"fla.ops.{module}"), name)
-    except ImportError as error:
-        raise MixerError("mixer=fla needs a package: pip install flash-linear-attention") from error
+    function: Any = getattr(import_module(f"fla.ops.{module}"), name)
     B, H, T, _ = inputs.q.shape
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))  # (B, T, H, D)
     options: dict[str, Any] = {"scale": scale, "output_final_state": True}

@@ -65,7 +65,7 @@ KINDS = {
     "retnet": Kind(Recurrence(Decay.fixed), "rotary", 1, 2, False, "silu"),
     "gla": Kind(Recurrence(Decay.channel), "plain", 0.5, 1, False, "silu"),
     "deltanet": Kind(Recurrence(Decay.none, True), "l2", 1, 1, True, "none"),
-    "gdn": Kind(Recurrence(Decay.head, True), "l2", 0.75, 2, True, "silu"),
+    "gdn": Kind(Recurrence(Decay.head, True), "l2", 0.75, 1.5, True, "silu"),
     "kda": Kind(Recurrence(Decay.channel, True), "l2", 1, 1, True, "sigmoid"),
 }
 MIXERS = (*KINDS, "mamba2")
@@ -153,13 +153,22 @@ class LinearAttention(nn.Module):
             beta=beta,
             initial=before.recurrent,
             documents=documents,
-            mixer=self.mixer,
+            mixer="recurrent" if T == 1 else self.mixer,
         )
         out = rms_norm(out.transpose(1, 2)) * self.o_norm  # (B, T, H, V)
         if self.g_proj is not None:
             gate = self.g_proj(x).unflatten(-1, (self.n_heads, -1)).float()
             out = out * (F.silu(gate) if self.kind.gate == "silu" else gate.sigmoid())
         return self.o_proj(out.to(x.dtype).flatten(-2)), MixerState(recurrent, inputs, before.tokens + T)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Operations of the recurrence in a forward pass."""
+        return (4 + 2 * self.kind.recurrence.delta) * self.n_heads * self.key_dim * self.value_dim
+
+    def new_state(self, sequences: int, device: torch.device, dtype: torch.dtype) -> MixerState:
+        """The state before the first token; dtype: of the convolution's inputs."""
+        return new_state(sequences, self.n_heads, self.key_dim, self.value_dim, self.conv, device, dtype)
 
     def prepared(self, q: Tensor, k: Tensor, tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, H, T, K) as the recurrence takes them; tokens (B,) came before."""
@@ -217,16 +226,15 @@ class LogisticRates(nn.Module):
 class FixedRates(nn.Module):
     """a = 1 - 2^(-5 - h) for head h: Sun et al. 2023, "Retentive Network", equation 8."""
 
-    rates: Tensor
-
     def __init__(self, layer: LinearAttention, n_embd: int) -> None:
         super().__init__()
-        heads = torch.arange(layer.n_heads, dtype=torch.float64)
-        self.register_buffer("rates", torch.log1p(-(2.0 ** (-5 - heads))).float(), persistent=False)
+        self.heads = layer.n_heads
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, T, 1)."""
-        return self.rates[None, :, None, None].expand(x.shape[0], -1, x.shape[1], 1)
+        heads = torch.arange(self.heads, dtype=torch.float64, device=x.device)
+        rates = torch.log1p(-(2.0 ** (-5 - heads))).float()
+        return rates[None, :, None, None].expand(x.shape[0], -1, x.shape[1], 1)
 
 
 class NoDecay(nn.Module):
@@ -268,7 +276,7 @@ class Mamba2(nn.Module):
         self.dt_bias = nn.Parameter(initial_steps(n_heads))
         self.D = nn.Parameter(torch.ones(n_heads))
         self.norm = nn.Parameter(torch.ones(self.width))
-        self.out_proj = nn.Linear(self.width, n_embd, bias=False)
+        self.o_proj = nn.Linear(self.width, n_embd, bias=False)
 
     def forward(
         self, x: Tensor, documents: Tensor | None = None, state: MixerState | None = None
@@ -293,11 +301,30 @@ class Mamba2(nn.Module):
             scale=1.0,
             initial=before.recurrent,
             documents=documents,
-            mixer=self.mixer,
+            mixer="recurrent" if T == 1 else self.mixer,
         )
         out = (out + self.D[:, None, None].to(v.dtype) * v).transpose(1, 2).flatten(-2)  # (B, T, 2 C)
         out = rms_norm(out.float() * F.silu(gate.float())) * self.norm
-        return self.out_proj(out.to(x.dtype)), MixerState(recurrent, inputs, before.tokens + T)
+        return self.o_proj(out.to(x.dtype)), MixerState(recurrent, inputs, before.tokens + T)
+
+    @property
+    def flops_per_token(self) -> int:
+        """As LinearAttention's."""
+        return 4 * self.width * self.state
+
+    def new_state(self, sequences: int, device: torch.device, dtype: torch.dtype) -> MixerState:
+        """As LinearAttention's."""
+        width = self.width // self.n_heads
+        return new_state(sequences, self.n_heads, self.state, width, self.conv, device, dtype)
+
+
+def new_state(
+    B: int, H: int, K: int, V: int, conv: ShortConvolution | None, device: torch.device, dtype: torch.dtype
+) -> MixerState:
+    """Zeros (B, H, K, V) in fp32, the convolution's inputs in `dtype`, and no tokens."""
+    inputs = None if conv is None else torch.zeros(B, TAPS - 1, len(conv.weight), device=device, dtype=dtype)
+    tokens = torch.zeros(B, device=device, dtype=torch.long)
+    return MixerState(torch.zeros(B, H, K, V, device=device), inputs, tokens)
 
 
 def build_mixer(name: str, n_embd: int, n_heads: int, mixer: str = "chunked") -> LinearAttention | Mamba2:

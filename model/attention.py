@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from attention.interface import AttentionOutput
 from attention.layout import Layout
 from attention.score import Score
 from model.fused_rotation import can_fuse_rotation, norm_and_rotate
@@ -35,7 +34,8 @@ from model.positions import PositionTables, has_rotation
 from model.score import ScoreConfig
 from model.score_tensors import ScoreTensors
 
-Attend = Callable[..., AttentionOutput]  # an Attention, or a function that calls one with a cache
+# An Attention, or a function that calls one with a cache, which give an AttentionOutput; or a mixer's Carry.
+Attend = Callable[..., Any]
 
 
 class Surroundings(NamedTuple):

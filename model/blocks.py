@@ -21,6 +21,7 @@ from attention.score import Score
 from model.attention import SelfAttention, Surroundings
 from model.dropout import Mask, drop
 from model.fused_norm import added_and_normed, can_add_norm
+from model.mixer import MixerLayer
 from model.mlps import MLP
 from model.norms import build_norm
 from model.options import GPTConfig, NormPlace
@@ -82,7 +83,8 @@ class Block(nn.Module):
         self.gives_values = config.value_residual and layer == 0
         before, after = config.norm_place is not NormPlace.after, config.norm_place is not NormPlace.before
         self.ln_1 = build_norm(config) if before else nn.Identity()
-        self.attn = SelfAttention(config, score, options, layer)
+        mixer = config.mixers.get(layer)
+        self.attn = SelfAttention(config, score, options, layer) if mixer is None else MixerLayer(config, mixer)
         self.ln_1_out = build_norm(config) if after else nn.Identity()
         self.ln_2 = build_norm(config) if before else nn.Identity()
         self.mlp = MLP(config)
@@ -98,7 +100,7 @@ class Block(nn.Module):
         """
         before = x if isinstance(x, Stream) else Stream(x)
 
-        def attention(x: Tensor) -> tuple[Tensor, Tensor]:
+        def attention(x: Tensor) -> tuple[Tensor, Tensor | None]:
             out, values = self.attn(self.ln_1(x), around)
             return drop(self.ln_1_out(out), masks[0]), values
 

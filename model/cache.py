@@ -20,6 +20,9 @@ from attention.decode.cache import Cache
 from attention.interface import Attention, AttentionOutput
 from attention.layout import Layout
 from attention.score import Score
+from mixers.layers import MixerState, build_mixer
+from model.attention import Attend
+from model.mixer import Carry
 from model.options import GPTConfig
 
 PAGE_SIZE = 64  # tokens
@@ -39,14 +42,23 @@ class CacheSize:
     pages: int | None = None
 
     def bytes(self, config: GPTConfig, dtype: torch.dtype) -> int:
-        """Bytes of the keys and values of all layers."""
+        """Bytes of the keys and values of all layers, and of the mixers' states."""
         tokens = self.slots * self.longest if self.pages is None else self.pages * PAGE_SIZE
-        return tokens * bytes_per_token(config, dtype)
+        states = mixer_states(config, self.slots, torch.device("meta"), dtype).values()
+        of_states = sum(x.nbytes for state in states for x in state if x is not None)
+        return tokens * bytes_per_token(config, dtype) + of_states
 
 
 def bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> int:
-    """Bytes of a token's keys and values in all layers."""
-    return 2 * config.n_layers * config.kv_heads * config.head_size * dtype.itemsize
+    """Bytes of a token's keys and values in all layers that have attention."""
+    return 2 * len(config.attention_layers) * config.kv_heads * config.head_size * dtype.itemsize
+
+
+def mixer_states(config: GPTConfig, slots: int, device: torch.device, dtype: torch.dtype) -> dict[int, MixerState]:
+    """Layer -> the state of its mixer before the first token, for each slot."""
+    with torch.device("meta"):
+        mixers = {layer: build_mixer(name, config.n_embd, config.n_heads) for layer, name in config.mixers.items()}
+    return {layer: mixer.new_state(slots, device, dtype) for layer, mixer in mixers.items()}
 
 
 def pages_of(tokens: int, window: int | None = None) -> int:
@@ -56,7 +68,7 @@ def pages_of(tokens: int, window: int | None = None) -> int:
 
 
 class KVCache:
-    """Keys and values of the sequences in `size.slots` slots, for all layers of a model.
+    """Keys and values of the sequences in `size.slots` slots, or a mixer's states, for all layers of a model.
 
     The host keeps track of the free pages. `lengths` (slots,) int32 and the page table stay at their addresses, because
     a captured CUDA graph reads them there.
@@ -76,7 +88,25 @@ class KVCache:
         shape = (rows, config.kv_heads, tokens, config.head_size)
         # Zeros, because a key that nobody sees still takes part with a weight of 0, and 0 times NaN is NaN.
         zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
-        self.layers = [Cache(zeros(), zeros(), self.lengths, self.table) for _ in range(config.n_layers)]
+        states = mixer_states(config, size.slots, device, dtype)
+        self.layers = [
+            states.get(layer) or Cache(zeros(), zeros(), self.lengths, self.table) for layer in range(config.n_layers)
+        ]
+
+    def prefill(self, attend: Attention, cu_seqlens: Tensor, fresh: Tensor) -> list[Attend]:
+        """What each layer calls for new prompts in a row.
+
+        cu_seqlens  (slots + 1,) where each slot's new tokens begin in the row; they are the last of `lengths`
+        fresh       (slots,) which slots' prompts those are
+        """
+        return [
+            Prefill(attend, layer, cu_seqlens) if isinstance(layer, Cache) else Carry(layer, fresh)
+            for layer in self.layers
+        ]
+
+    def decode(self, attend: Attention) -> list[Attend]:
+        """What each layer calls for one new token in each slot."""
+        return [Decode(attend, layer) if isinstance(layer, Cache) else Carry(layer) for layer in self.layers]
 
     def reserve(self, slot: int, prompt: int, tokens: int, window: int | None = None) -> bool:
         """Take the pages for a sequence of `tokens`, the first `prompt` written at once; False where too few are free.
@@ -154,4 +184,4 @@ class Decode:
 def longest_window(scores: Sequence[Score]) -> int | None:
     """The most keys that a query of any layer sees; None where a layer has no window."""
     windows = [score.most_keys for score in scores]
-    return None if None in windows else max(window for window in windows if window is not None)
+    return None if None in windows else max((window for window in windows if window is not None), default=1)

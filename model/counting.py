@@ -8,6 +8,7 @@ from torch import nn
 
 from attention.score import Score, visible_pairs
 from model.gpt import GPT
+from model.mixer import MixerLayer
 
 
 def num_parameters(model: GPT) -> int:
@@ -27,6 +28,7 @@ def flops_per_token(model: GPT, seq_len: int, causal: bool, pieces: Sequence[int
     the backward pass. C are the channels of all query heads. Attention's two products take 4 C T per layer and token in
     the forward (scores over T keys, and their sum of values), and twice that backward: 12 L C T. A causal query sees
     half of the keys on average. (PaLM, Chowdhery et al. 2022, appendix B.) A second head counts with its block.
+    A mixer's token adds k v^T to the state and reads q^T S, 4 H K V in the forward, and with the delta rule k^T S too.
     Recomputation is not counted.
 
     causal  count the keys that each layer's score leaves visible; else all of them
@@ -39,4 +41,5 @@ def flops_per_token(model: GPT, seq_len: int, causal: bool, pieces: Sequence[int
     scores = scores if causal else (Score(causal=False),) * len(scores)
     pieces = pieces if causal and pieces else [seq_len]
     keys_per_query = sum(visible_pairs(score, n) for score in scores for n in pieces) / max(sum(pieces), 1)
-    return 6 * N + 12 * config.n_heads * config.head_size * keys_per_query
+    of_states = sum(m.mixer.flops_per_token for m in model.modules() if isinstance(m, MixerLayer))
+    return 6 * N + 3 * of_states + 12 * config.n_heads * config.head_size * keys_per_query

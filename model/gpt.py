@@ -32,12 +32,13 @@ from model.further import Further, FurtherToken
 from model.fused_norm import can_fuse_stream
 from model.linear import Linear, linear
 from model.loss import LossKind, capped, cross_entropy
-from model.mistakes import check_config
+from model.mistakes import check_config, check_mixers
+from model.mixer import MixerLayer
 from model.mlps import MLP
 from model.norms import build_norm
 from model.options import GPTConfig, ModelError, Positions, Recompute
 from model.positions import Places, PositionTables, position_tables, rows_at
-from model.score import ScoreConfig, layer_scores
+from model.score import ScoreConfig, attention_scores, layer_scores
 from model.score_tensors import ScoreTensors
 
 # Matrix products over the vocabulary are fastest when its rows fill whole tiles.
@@ -106,7 +107,7 @@ class GPT(nn.Module):
         self.vocab_size = vocabulary(config, vocab_size)
         self.seq_len, self.restart_positions = seq_len, restart_positions
         self.options = score or ScoreConfig()
-        self.scores = layer_scores(self.options, config.n_layers)
+        self.scores = attention_scores(self.options, config)
         self.attend = attend
         self.check_attention(documents)
 
@@ -120,7 +121,8 @@ class GPT(nn.Module):
         self.tables = position_tables(config, seq_len)
         recomputes = self.computation.recompute is Recompute.attention
         self.h = nn.ModuleList(
-            Block(config, score, self.options, layer, recomputes) for layer, score in enumerate(self.scores)
+            Block(config, score, self.options, layer, recomputes)
+            for layer, score in enumerate(layer_scores(self.options, config.n_layers))
         )
         self.ln_f = build_norm(config)
         self.lm_head = None if config.tied else Linear(config.n_embd, rows, bias=False)
@@ -137,6 +139,7 @@ class GPT(nn.Module):
         device, dtype = torch.device(self.computation.device), self.computation.dtype
         heads = config.head_size, config.n_heads, config.kv_heads
         attend.check(AttentionShape(*heads, dtype, device, self.scores, documents))
+        check_mixers(config, device)
         if self.computation.recompute is Recompute.around_attention and not attend.operators:
             raise ModelError(
                 "training.recompute=around_attention keeps what the attention's operators give, and "
@@ -161,6 +164,8 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
         if isinstance(module, SelfAttention | MLP):  # visited after its children
             module.c_proj.weight.div_(math.sqrt(2 * self.config.n_layers))
+        if isinstance(module, MixerLayer):
+            module.mixer.o_proj.weight.div_(math.sqrt(2 * self.config.n_layers))
         if module is self:
             for table in self.value_tables:
                 table.mul_(math.sqrt(self.config.n_embd))

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from attention.dropout import RATES, is_valid_rate
+from mixers import MixerError
+from mixers.fla import check_device
+from mixers.layers import MIXERS, build_mixer
 from model.options import (
+    ATTENTION,
     AttentionBias,
     GPTConfig,
+    Mixing,
     ModelError,
     Norm,
     NormOver,
@@ -57,8 +64,42 @@ def model_mistakes(config: GPTConfig) -> Iterator[str]:
     if config.value_residual and config.n_layers == 1:
         yield "model.value_residual=true needs at least two layers; leave it out, or raise model.n_layers."
     yield from without_effect(config)
+    yield from mixer_mistakes(config)
     if config.positions is Positions.rotary:
         yield from rotary_mistakes(config)
+
+
+def check_mixers(config: GPTConfig, device: torch.device) -> None:
+    """Raise MixerError where the device cannot compute a model's mixers."""
+    if config.mixers and config.mixer is Mixing.fla:
+        check_device(device)
+
+
+def mixer_mistakes(config: GPTConfig) -> Iterator[str]:
+    """A sentence for each mistake in which layers have a mixer."""
+    pattern, names = config.layers, (ATTENTION, *MIXERS)
+    if pattern is not None and (not pattern or config.n_layers % len(pattern)):
+        yield (
+            f"model.layers has {len(pattern)} entries, which do not divide model.n_layers={config.n_layers}; give one "
+            "for each layer, a pattern that fits, or model.layers=null."
+        )
+        return
+    if unknown := [name for name in pattern or [] if name not in names]:
+        yield f"model.layers has {unknown[0]}; an entry is one of {', '.join(names)}."
+        return
+    if not config.mixers:
+        if config.mixer is not Mixing.chunked:
+            yield f"model.mixer={config.mixer.value} has no effect without a mixer among model.layers; leave it out."
+        return
+    for name in sorted(set(config.mixers.values())):
+        try:
+            with torch.device("meta"):
+                build_mixer(name, config.n_embd, config.n_heads)
+        except MixerError as error:
+            yield f"model.layers has {name}: {error}"
+    for option in ("value_residual", "value_embeddings", "mtp"):
+        if getattr(config, option):
+            yield f"model.{option} needs attention in every layer; leave it out, or model.layers."
 
 
 def without_effect(config: GPTConfig) -> Iterator[str]:

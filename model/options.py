@@ -70,6 +70,14 @@ class Gate(Enum):
     element = "element"  # one for each channel of each head
 
 
+class Mixing(Enum):
+    """How the recurrence of a mixer is computed (mixers/)."""
+
+    recurrent = "recurrent"  # token by token: the definition, slow
+    chunked = "chunked"  # chunks of tokens in plain PyTorch
+    fla = "fla"  # the kernels of the package flash-linear-attention, on NVIDIA GPUs
+
+
 class Scaling(Enum):
     """How rotary positions reach beyond the length that they were trained for (model/positions.py)."""
 
@@ -112,6 +120,9 @@ class RopeScaling:
     attention_factor: float | None = None
 
 
+ATTENTION = "attention"  # among the names of model.layers
+
+
 @dataclass
 class GPTConfig:
     """The options under `model.*`.
@@ -150,6 +161,9 @@ class GPTConfig:
     embed_scale     multiply the embedding by sqrt(n_embd), as Gemma
     embed_norm      normalise the embedding, as nanochat
     logit_cap       c in c tanh(x / c), which keeps logits between -c and c; None: no cap
+    layers          what mixes the tokens in each layer: attention, or a mixer such as gdn, kda or mamba2
+                    (docs/mixers.md); the list is repeated over the layers. None: attention in all
+    mixer           how mixers compute: recurrent, chunked or fla
     mtp             weight of the loss of a second head, which predicts the token after the next; 0: no such head
     """
 
@@ -185,6 +199,8 @@ class GPTConfig:
     embed_norm: bool = False
     logit_cap: float | None = None
     mtp: float = 0.0
+    layers: list[str] | None = None
+    mixer: Mixing = Mixing.chunked
 
     @property
     def kv_heads(self) -> int:
@@ -200,6 +216,19 @@ class GPTConfig:
     def rotated(self) -> int:
         """The number of a head's channels that rotary positions rotate."""
         return int(self.head_size * self.rope_fraction)
+
+    @property
+    def mixers(self) -> dict[int, str]:
+        """The layers that have a mixer instead of attention, and its name."""
+        pattern = self.layers or [ATTENTION]
+        names = {layer: pattern[layer % len(pattern)] for layer in range(self.n_layers)}
+        return {layer: name for layer, name in names.items() if name != ATTENTION}
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers that have attention."""
+        mixers = self.mixers
+        return [layer for layer in range(self.n_layers) if layer not in mixers]
 
     def value_table(self, layer: int) -> int | None:
         """The number of a layer's value embedding, which a first and a last layer share; None: it has none."""

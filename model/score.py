@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from attention.score import NAMES, Score, ScoreError
+from model.options import GPTConfig
 
 # The values that may differ from layer to layer.
 LAYER_NAMES = tuple(name for name in NAMES if name != "causal")
@@ -48,6 +49,12 @@ def layer_scores(config: ScoreConfig, n_layers: int) -> tuple[Score, ...]:
     base = {name: getattr(config, name) for name in LAYER_NAMES}
     pattern = config.layers or [{}]
     return tuple(Score(**(base | pattern[layer % len(pattern)])) for layer in range(n_layers))
+
+
+def attention_scores(config: ScoreConfig, model: GPTConfig) -> tuple[Score, ...]:
+    """The score of each layer that has attention. Raises ScoreError."""
+    scores = layer_scores(config, model.n_layers)
+    return tuple(scores[layer] for layer in model.attention_layers)
 
 
 def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[ScoreError]:

@@ -22,7 +22,12 @@ class UserError(Exception):
 
 SECONDS_FOR_THE_FIRST_RANK = 5.0
 # The packages below the recipe, and the base class of their errors.
-OF_LIBRARIES = {"attention.errors": "AttentionError", "data.errors": "DataError", "model.options": "ModelError"}
+OF_LIBRARIES = {
+    "attention.errors": "AttentionError",
+    "data.errors": "DataError",
+    "model.options": "ModelError",
+    "mixers.recurrence": "MixerError",
+}
 
 
 def refusals() -> tuple[type[Exception], ...]:

@@ -15,7 +15,7 @@ from data.options import Documents
 from data.tasks import TASKS
 from data.tokenizers import FILE, Tokenizer, load_tokenizer
 from model.gpt import GPT
-from model.options import Positions, Recompute
+from model.options import Mixing, Positions, Recompute
 from recipe.infer.huggingface.loading import load
 from recipe.infer.huggingface.starting import is_folder, start_from
 from recipe.run.build import build_gpt
@@ -46,12 +46,14 @@ class ModelChoice:
     """The arguments of sample.py and eval.py that choose a run's model, and how it computes.
 
     attention            an implementation other than the run's
+    mixer                recurrent, chunked or fla, if not as in the run
     attention_precision  of attention's products
     """
 
     checkpoint: CheckpointChoice = CheckpointChoice.best
     weights: WeightsChoice = WeightsChoice.trained
     attention: str | None = None
+    mixer: Mixing | None = None
     attention_precision: ProductPrecision = ProductPrecision.inputs
     device: str = "auto"
 
@@ -134,6 +136,7 @@ def load_any(run: Path, choice: ModelChoice, seq_len: int | None = None, documen
     used = replace(
         config,
         seq_len=longest,
+        model=replace(config.model, mixer=choice.mixer or config.model.mixer),
         attention=replace(chosen, precision=choice.attention_precision),
         data=config.data if documents else replace(config.data, documents=Documents.ignore),
         training=replace(config.training, recompute=Recompute.none),  # it is for training alone

@@ -26,7 +26,7 @@ from data.tokenizers import save_tokenizer
 from model.counting import flops_per_token
 from model.gpt import GPT, Computation
 from model.options import Recompute
-from model.score import layer_scores
+from model.score import attention_scores
 from recipe.distributed.options import DataParallel
 from recipe.distributed.ranks import from_first_rank
 from recipe.distributed.sharing import Sharing, shards_weights
@@ -59,7 +59,7 @@ def attention_shape(config: Config, device: torch.device) -> AttentionShape:
         n_kv_heads=config.model.kv_heads,
         dtype=resolve_precision(config.training.precision, device).dtype,
         device=device,
-        scores=layer_scores(config.score, config.model.n_layers),
+        scores=attention_scores(config.score, config.model),
         documents=config.data.documents is not Documents.ignore,
         training=True,
     )
@@ -152,7 +152,9 @@ def can_replay(config: Config, micro_steps: int) -> bool:
     # Outside compiled code, recomputation saves the generators' states, which cannot be read while recording.
     recomputes = config.parallel.data is DataParallel.shard and training.recompute is not Recompute.none
     # A profile assigns kernels to the operations that launch them; a replay has no such operations.
-    return training.compile and not (reseeds or recomputes or training.profile)
+    # Chunks that begin at each document are counted on the host; the package's kernels tune themselves.
+    mixes = bool(config.model.mixers)
+    return training.compile and not (reseeds or recomputes or mixes or training.profile)
 
 
 def build_batches(config: Config, data: Data, trainer: Trainer) -> tuple[Source, list[Batch]]:

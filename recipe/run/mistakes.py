@@ -17,10 +17,10 @@ from data.mistakes import data_mistakes
 from data.options import Documents
 from data.tasks import TASKS
 from data.tasks.task import check_length
-from model.mistakes import model_mistakes
-from model.score import layer_scores, score_mistakes
+from model.mistakes import check_mixers, model_mistakes
+from model.score import attention_scores, score_mistakes
 from model.score_tensors import ScoreTensors
-from recipe.distributed.options import check_context, check_parallel
+from recipe.distributed.options import DataParallel, check_context, check_parallel
 from recipe.distributed.ranks import from_every_rank
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
@@ -51,6 +51,8 @@ def mistakes(config: Config, ranks: int | None = None, weights: Weights | None =
     ranks = ranks or World.from_environment().size
     yield from (of_ranks := list(refusal(check_parallel, config.parallel, ranks)))
     world = World(size=ranks, context=1 if of_ranks else config.parallel.context)
+    if config.model.layers and (config.parallel.data is DataParallel.shard or config.parallel.context > 1):
+        yield "model.layers needs parallel.data=replicate and parallel.context=1; leave model.layers out, or set them."
     yield from training_mistakes(config.training, max(config.seq_len, 1), world)
     yield from optimizer_mistakes(config.optimizer, config.schedule, config.training.steps)
     yield from tracking_mistakes(config.tracking)
@@ -84,7 +86,7 @@ def check_score_tensors(config: Config) -> None:
     """Raise ScoreError for a formula's tensor that is not defined, has an impossible shape, or does not fit the formula
     on `seq_len` tokens."""
     options, model, T = config.score, config.model, max(config.seq_len, 1)
-    for score in set(layer_scores(options, model.n_layers)):
+    for score in set(attention_scores(options, model)):
         if score.formula is not None and score.expression is not None:
             tensors = ScoreTensors(score, options.learned, options.tensors, model.n_embd, model.n_heads)
             given = tensors.given() | dict.fromkeys(tensors.made, torch.empty(1, model.n_heads, T, device="meta"))
@@ -108,7 +110,7 @@ def init_mistakes(config: Config, weights: Weights) -> Iterator[str]:
     """A sentence for each reason why the model cannot start from `init_from`, as far as that needs no network."""
     if config.init_from is None:
         return
-    scores = layer_scores(config.score, config.model.n_layers)
+    scores = attention_scores(config.score, config.model)
     yield from weights.mistakes(config.init_from, config.model, scores, config.seq_len, config.data.tokenizer)
 
 
@@ -140,6 +142,7 @@ def device_mistakes(config: Config) -> Iterator[str]:
             f"{config.training.precision.value} on {device}); leave it out, or set training.precision=bf16."
         )
     shape = attention_shape(config, device)
+    yield from refusal(check_mixers, config.model, device)
     yield from refusal(lambda: build_attention(config.attention).check(shape))
     yield from refusal(check_parity, config.parity, config.attention, shape)
 

@@ -184,11 +184,11 @@ class Record(NullRecord):
         """The memory's peak and its source, and the milliseconds of attention alone in a step of a run of an arena.
 
         A CPU has no counter of a model's memory: there the peak is that of one layer's attention alone, beside that of
-        the process. Attention whose formula reads tensors of the model is not measured alone.
+        the process. Attention whose formula reads tensors of the model is not measured alone, nor are mixers.
         """
         model, training, shape = self.trainer.model, self.trainer.training, self.origin.shape
         formulas = [score for score in shape.scores if score.formula is not None]
-        possible = not any(len(score.tensors()) > len(score.head_tensors) for score in formulas)
+        possible = bool(shape.scores) and not any(len(score.tensors()) > len(score.head_tensors) for score in formulas)
         alone = model.attend, shape, training.batch_size, model.seq_len
         timed = possible and self.origin.config["arena"]["arm"] and status == "completed"
         measured: dict[str, Any] = {"peak": self.meter.peaks(), "memory_source": "cuda"}

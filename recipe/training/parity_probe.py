@@ -77,6 +77,8 @@ def check_parity(config: ParityConfig, attention: AttentionConfig, shape: Attent
         )
     if config.every == 0:
         return
+    if not shape.scores:
+        raise ParityError("parity.every compares attentions, and model.layers has none; set parity.every=0.")
     if attention.dropout > 0 and attention.rng is DropoutRng.torch:
         raise ParityError(
             "parity.every with attention.rng=torch would compare different dropout masks; "

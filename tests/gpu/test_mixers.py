@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[int, int], nn.Module], dict[str, str]]] = {
         COMMON | {"b_proj.weight": "b_proj.weight", "o_norm": "o_norm.weight"},
     ),
     "gdn": (
-        lambda C, H: layers.GatedDeltaNet(hidden_size=C, num_heads=H, head_dim=3 * C // (4 * H), expand_v=8 / 3),
+        lambda C, H: layers.GatedDeltaNet(hidden_size=C, num_heads=H, head_dim=3 * C // (4 * H)),
         COMMON
         | {"b_proj.weight": "b_proj.weight", "o_norm": "o_norm.weight", "g_proj.weight": "g_proj.weight"}
         | {"decay.proj.weight": "a_proj.weight", "decay.A_log": "A_log", "decay.dt_bias": "dt_bias"},
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Callable[[int, int], nn.Module], dict[str, str]]] = {
         lambda C, H: layers.Mamba2(
             hidden_size=C, num_heads=2 * H, head_dim=C // H, state_size=2 * C // H, backend="triton"
         ),
-        {"in_proj.weight": "in_proj.weight", "out_proj.weight": "out_proj.weight", "norm": "norm.weight"}
+        {"in_proj.weight": "in_proj.weight", "o_proj.weight": "out_proj.weight", "norm": "norm.weight"}
         | {name: name for name in ("A_log", "dt_bias", "D")},
     ),
 }

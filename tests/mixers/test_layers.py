@@ -13,13 +13,13 @@ from mixers.layers import KINDS, MIXERS, ShortConvolution, build_mixer
 
 BY_NAME = pytest.mark.parametrize("name", MIXERS)
 # Of flash-linear-attention 0.6's layers, for 64 channels and 4 heads: Mamba2 with 8 heads of 16 and a state of 32,
-# GatedDeltaNet with head_dim=12 and expand_v=8/3, KimiDeltaAttention with head_dim=16.
+# GatedDeltaNet with head_dim=12, KimiDeltaAttention with head_dim=16.
 PARAMETERS = {
     "linear": 4 * 64 * 64 + 16,
     "retnet": 2 * 64 * 64 + 3 * 64 * 128 + 32,
     "gla": 2 * 64 * 32 + 3 * 64 * 64 + 64 * 16 + 16 * 32 + 32 + 16,
     "deltanet": 4 * 64 * 64 + 64 * 4 + 3 * 64 * 4 + 16,
-    "gdn": 2 * 64 * 48 + 3 * 64 * 128 + 2 * 64 * 4 + (2 * 48 + 128) * 4 + 2 * 4 + 32,
+    "gdn": 2 * 64 * 48 + 3 * 64 * 96 + 2 * 64 * 4 + (2 * 48 + 96) * 4 + 2 * 4 + 24,
     "kda": 4 * 64 * 64 + 64 * 16 + 16 * 64 + 64 * 16 + 16 * 64 + 64 + 64 * 4 + 3 * 64 * 4 + 4 + 64 + 16,
     "mamba2": 64 * (2 * 128 + 2 * 32 + 8) + (128 + 2 * 32) * 5 + 3 * 8 + 128 + 128 * 64,
 }

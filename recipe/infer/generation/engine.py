@@ -94,7 +94,8 @@ class Engine:
 
         slots    sequences at a time; on a CPU no more than there are requests
         dtype    of the matrix products and of the cache; what autocast leaves in fp32 stays so
-        row      the fewest tokens of a prefill; 0: each prompt alone. None: 4,096 on a GPU, 0 on a CPU
+        row      the fewest tokens of a prefill; 0: each prompt alone, as always where a layer has a mixer. None: 4,096
+                 on a GPU, 0 on a CPU
         compile  compile the blocks' work of a token by torch.compile, which takes half a minute on a GPU
 
         Raises GenerationError for prompts that do not fit the model, and for a cache that does not fit the device.
@@ -117,6 +118,8 @@ class Engine:
         self.ahead = int(device.type == "cuda")  # launches whose tokens the host has not read
         if row is None:
             row = ROW if device.type == "cuda" and slots > 1 and "documents" in model.attend.supports else 0
+        if model.config.mixers:  # their states are those behind a row's last token
+            row = 0
         self.row = row and max(row, *(padded(len(request.prompt)) for request in requests))
         streams = any(request.stream != FIRST_STREAM for request in requests)
         self.steps = Steps(model, sampling, size, noise_rows, streams, dtype, compile)

@@ -25,7 +25,7 @@ from attention import (
     documents,
 )
 from attention.gpu import capturing
-from model.cache import CacheSize, Decode, KVCache, Prefill, upload
+from model.cache import CacheSize, KVCache, upload
 from model.forward import Pass
 from model.gpt import GPT
 from model.positions import position_tables
@@ -107,7 +107,7 @@ class Steps:
         fresh = row.lengths > 0
         self.cache.lengths.copy_(torch.where(fresh, row.lengths, self.cache.lengths))
         self.steps.masked_fill_(fresh, 0)
-        attends = [Prefill(self.model.attend, layer, row.cu_seqlens) for layer in self.cache.layers]
+        attends = self.cache.prefill(self.model.attend, row.cu_seqlens, fresh)
         with self.autocast():
             hidden = self.model.extend(row.tokens, row.positions, attends, layout, self.tables)[0, row.last]
             picked = self.choose(self.logits(hidden))  # from hidden (slots, C)
@@ -127,7 +127,7 @@ class Steps:
         lengths = self.cache.lengths
         lengths.add_(1).mul_(self.active)
         positions = (lengths - 1).clamp(min=0).long()[:, None]  # (slots, 1)
-        attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
+        attends = self.cache.decode(self.decoder)
         with self.autocast():
             embedded = self.decoding.embed(self.tokens[:, None], positions, self.tables)
             x, _ = self.decoding.through_blocks(Pass(embedded, attends, Layout()))  # (slots, 1, C)

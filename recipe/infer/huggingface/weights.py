@@ -42,6 +42,8 @@ def describe(model: GPT, attention_dropout: float) -> Described:
 
     Raises WeightsError, which names the options that no architecture has.
     """
+    if model.config.mixers:
+        raise WeightsError("No architecture of transformers has this model's model.layers.")
     differing = {kind: differences(model, family) for kind, family in FAMILIES.items()}
     family = next((FAMILIES[kind] for kind in FAMILIES if not differing[kind]), None)
     if family is None:

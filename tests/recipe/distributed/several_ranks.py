@@ -60,6 +60,7 @@ MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1)
 # Also biases, which autocast rounds like weights.
 PARTS = replace(EVERYTHING, n_layers=2, n_heads=2, n_kv_heads=2, n_embd=32, dropout=0.1)
 PARTS = replace(PARTS, bias=True, attention_bias=AttentionBias.none)
+MIXED = replace(MODEL, layers=["kda", "attention"])
 # Matrices of 90 and 2 rows, and of six shapes.
 UNEVEN = replace(PARTS, n_kv_heads=1, mlp_width=90, gate=Gate.head)
 
@@ -237,6 +238,8 @@ def work(world: World) -> dict[str, Any]:
         for name in both:  # four ranks cut biases inside a vector of the optimizer's
             trainer = build(world, PARALLEL[name], model=PARTS)
             found[f"{name}, all parts"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
+        trainer = build(world, PARALLEL["exact"], model=MIXED)
+        found["mixers"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
         for name in both if alone else (*both, "sharded, any"):
             trainer = build(world, PARALLEL[name], model=UNEVEN, optimizer="muon")
             found[f"{name}, muon"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}

@@ -109,6 +109,11 @@ def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Fou
 
 
 @pytest.mark.slow
+def test_replicated_ranks_have_the_bits_of_one_with_mixers_too(found: Found) -> None:
+    assert [rank["mixers"] for rank in found[4]] == 4 * [found[1][0]["mixers"]]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_replicate_under_autocast_compute_with_rounded_copies(found: Found, size: int) -> None:
     assert all(rank["rounded"] > 2 * 2 * 128 * 32 for rank in found[size])  # elements: the MLPs' matrices and others

@@ -26,6 +26,7 @@ from tests.recipe.infer.from_scratch import expected, logits_of
 LEARNED = GPTConfig(n_layers=2, n_heads=4, n_embd=32, bias=True)
 UNPLACED = replace(LEARNED, positions=Positions.none)
 GROUPED = replace(LEARNED, n_kv_heads=2, positions=Positions.rotary, qk_norm=True)
+HYBRID = replace(GROUPED, n_layers=4, layers=["gdn", "mamba2", "retnet", "attention"])
 WINDOWS = ScoreConfig(layers=[{"window": 20}, {"window": 70}])
 VOCABULARY = 100
 
@@ -88,8 +89,9 @@ def prompts(*lengths: int) -> list[list[int]]:
         ("naive", LEARNED, ScoreConfig(layers=[{"window": 20}, {}])),
         ("tiled", GROUPED, ScoreConfig(window=70, soft_cap=5.0, sinks=True)),
         ("tiled", UNPLACED, ScoreConfig(alibi=True)),
+        ("naive", HYBRID, ScoreConfig()),
     ],
-    ids=["learned", "llama", "window", "capped-sinks", "alibi"],
+    ids=["learned", "llama", "window", "capped-sinks", "alibi", "hybrid"],
 )
 def test_greedy_tokens_and_logits_are_those_of_the_whole_text_through_the_model(name, config, score, monkeypatch):
     model = build(config, score, seq_len=300, name=name)
@@ -117,6 +119,11 @@ def test_where_every_layer_has_a_window_the_cache_slides_beyond_seq_len(name, mo
     check_greedy(engine, longer, monkeypatch)
 
 
+def test_where_no_layer_has_attention_the_states_go_on_beyond_seq_len(monkeypatch):
+    model, longer = (build(replace(UNPLACED, layers=["kda"]), seq_len=seq_len) for seq_len in (80, 300))
+    check_greedy(Engine(model, [Request(prompts(75)[0], 200)], Sampling(0.0)), longer, monkeypatch)
+
+
 @pytest.mark.parametrize("config", [LEARNED, GROUPED], ids=["learned", "rotary"])
 def test_beyond_seq_len_a_token_is_computed_from_the_last_seq_len_tokens(config):
     model = build(config, seq_len=24)
@@ -126,7 +133,9 @@ def test_beyond_seq_len_a_token_is_computed_from_the_last_seq_len_tokens(config)
         assert found == expected(model, request.prompt, found, 0.7, seed=5)
 
 
-@pytest.mark.parametrize(("config", "score"), [(EVERYTHING, None), (GROUPED, WINDOWS)], ids=["parts", "sliding"])
+@pytest.mark.parametrize(
+    ("config", "score"), [(EVERYTHING, None), (GROUPED, WINDOWS), (HYBRID, None)], ids=["parts", "sliding", "hybrid"]
+)
 @pytest.mark.parametrize("row", [0, 256], ids=["alone", "packed"])
 def test_prompts_that_share_slots_and_pages_get_the_tokens_they_get_alone(config, score, row):
     model = build(config, score)

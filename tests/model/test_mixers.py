@@ -1,0 +1,145 @@
+"""Models with mixers among their layers: documents, mistakes, operations, and the same bits where they are promised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import AttentionConfig, Score, build_attention
+from attention.dropout import DropoutKey
+from data.batches import Batch
+from mixers import MixerError
+from mixers.layers import LinearAttention, Mamba2
+from model.attention import SelfAttention
+from model.counting import flops_per_token
+from model.gpt import GPT, Computation
+from model.mistakes import model_mistakes
+from model.options import GPTConfig, Mixing, Positions, Recompute
+from model.score import ScoreConfig
+from recipe.distributed.world import World
+from recipe.run.build import build_trainer
+from recipe.run.config import Config
+from recipe.training.checkpoint import newest_valid, save_checkpoint
+from recipe.training.options import TrainingConfig
+from recipe.training.step import Trainer
+
+CPU = torch.device("cpu")
+T, VOCABULARY = 48, 100
+HYBRID = GPTConfig(n_layers=4, n_heads=4, n_embd=32, positions=Positions.rotary, layers=["gdn", "attention"])
+PURE = replace(HYBRID, positions=Positions.none, n_layers=2)
+
+
+def build(config: GPTConfig = HYBRID, dropout: float = 0.0, **options: Any) -> GPT:
+    torch.manual_seed(0)
+    return GPT(config, VOCABULARY, T, build_attention(AttentionConfig(dropout=dropout)), **options)
+
+
+def drawn(B: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCABULARY, (B, T + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_the_pattern_is_repeated_and_scores_are_those_of_the_layers_with_attention() -> None:
+    config = replace(HYBRID, layers=["gdn", "mamba2", "kda", "attention"], n_layers=8)
+    model = build(config, score=ScoreConfig(layers=[{}, {}, {}, {"window": 9}]))
+    kinds = [type(getattr(block.attn, "mixer", block.attn)) for block in model.h]
+    assert kinds == 2 * [LinearAttention, Mamba2, LinearAttention, SelfAttention]
+    assert model.scores == (Score(window=9), Score(window=9))
+    projections = [p for name, p in model.named_parameters() if name.endswith("mixer.o_proj.weight")]
+    assert all(p.std().item() == pytest.approx(0.02 / 4, rel=0.1) for p in projections)  # 0.02 / sqrt(2 n_layers)
+
+
+@pytest.mark.parametrize("layers", [["gdn", "attention"], ["retnet"], ["kda"], ["mamba2"]])
+def test_a_document_of_a_packed_row_is_what_it_is_alone(layers: list[str]) -> None:
+    model = build(replace(HYBRID, layers=layers, n_layers=2), documents=True, restart_positions=True).eval()
+    tokens, _ = drawn()
+    bounds = [(0, 1), (1, 18), (18, 20), (20, T)]
+    starts = torch.cat([torch.full((2, end - begin), begin, dtype=torch.int32) for begin, end in bounds], dim=1)
+    packed = model(tokens, document_starts=starts)
+    for begin, end in bounds:
+        torch.testing.assert_close(packed[:, begin:end], model(tokens[:, begin:end]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [Recompute.attention, Recompute.block])
+def test_recomputation_changes_no_bit(recompute: Recompute) -> None:
+    plain, again = (
+        build(replace(HYBRID, dropout=0.25), dropout=0.25, computation=Computation(kind))
+        for kind in (Recompute.none, recompute)
+    )
+    for model in (plain, again):
+        model(*drawn(), dropout_key=DropoutKey(seed=1, step=2, layer=0, first_sequence=0)).backward()
+    for expected, found in zip(plain.parameters(), again.parameters(), strict=True):
+        assert expected.grad is not None
+        assert found.grad is not None
+        assert torch.equal(found.grad, expected.grad)
+
+
+def trainer(layers: list[str], compile: bool = False) -> Trainer:
+    model = build(replace(HYBRID, layers=layers, n_layers=2, dropout=0.25), dropout=0.25)
+    training = TrainingConfig(steps=10, batch_size=2, batch_tokens=4 * T, compile=compile)
+    return build_trainer(Config(seed=7, training=training, model=model.config), model, CPU, World())
+
+
+def train(trainer: Trainer, *steps: int) -> list[float]:
+    batches = {step: [Batch(*drawn(seed=2 * step + micro)) for micro in range(2)] for step in steps}
+    return [float(trainer.update(step, batches[step])["train/loss"]) for step in steps]
+
+
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> None:
+    layers = ["kda", "attention"]
+    expected = train(trainer(layers), 0, 1, 2, 3)
+    before = trainer(layers)
+    train(before, 0, 1)
+    save_checkpoint(tmp_path, before.state(), 2, keep_last=1, metadata={})
+    after = trainer(layers)
+    after.load(newest_valid(tmp_path)[0])
+    assert train(after, 2, 3) == expected[2:]
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_the_same_within_rounding_and_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compiled, plain = (trainer(["gdn", "mamba2"], compile) for compile in (True, False))
+    assert train(compiled, 0) == pytest.approx(train(plain, 0), rel=1e-5)
+    graphs = counters["stats"]["unique_graphs"]
+    assert train(compiled, 1, 2) == pytest.approx(train(plain, 1, 2), rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == graphs > 0
+
+
+def test_operations_are_those_of_the_recurrences_beside_the_matrices() -> None:
+    model = build(replace(PURE, layers=["gdn", "mamba2"]))
+    matrices = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and not n.endswith("conv.weight"))
+    matrices -= (len(model.wte.weight) - VOCABULARY) * 32
+    recurrences = 6 * 4 * 6 * 12 + 4 * 8 * 16 * 8  # multiplications and additions with the states (K, V) of all heads
+    assert flops_per_token(model, T, causal=True) == 6 * matrices + 3 * recurrences
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"layers": ["gdn", "attention", "gdn"]}, "model.layers has 3 entries, which do not divide model.n_layers=4"),
+        ({"layers": []}, "model.layers has 0 entries"),
+        ({"layers": ["mamba3"]}, "model.layers has mamba3; an entry is one of attention, linear, "),
+        ({"layers": None, "mixer": Mixing.fla}, "model.mixer=fla has no effect without a mixer among model.layers"),
+        ({"n_embd": 40}, "model.layers has gdn: 30 channels of keys and 60 of values do not divide into 4 heads"),
+        ({"value_residual": True}, "model.value_residual needs attention in every layer"),
+        ({"mtp": 0.1}, "model.mtp needs attention in every layer"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused_in_a_sentence(change: dict[str, Any], says: str) -> None:
+    (sentence,) = model_mistakes(replace(HYBRID, **change))
+    assert sentence.startswith(says)
+
+
+def test_kernels_that_the_device_lacks_are_refused_when_the_model_is_built() -> None:
+    with pytest.raises(MixerError, match="mixer=fla needs a GPU and not cpu; choose mixer=chunked"):
+        build(replace(HYBRID, mixer=Mixing.fla))
