@@ -1,27 +1,193 @@
-"""How often the arena's verdicts are false, and how often its intervals hold the truth, on differences that are drawn.
+"""How often the arena and the referee are wrong, and how often they find a gain, on differences that are drawn.
 
-    python -m recipe.compare.simulate        prints the table "Is it right?" of docs/arena.md
+    python -m recipe.compare.simulate            prints the table "Is it right?" of docs/arena.md
+    python -m recipe.compare.simulate referee    prints those of docs/referee.md, in half an hour
 
-Every look that a plan has is taken, and every arm judged at the level of Holm's procedure, as compare.py does.
+Every look that a plan has is taken, and every arm judged at the level of Holm's procedure, as compare.py does. Edits
+are judged by the functions that the referee uses, many nights at once. A gain is in deviations of a pair.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recipe.compare.statistics import ALPHA, POWER, Verdict, holm_levels, judge, outlier, paired, seeds_needed
+from recipe.compare.statistics import (
+    ALPHA,
+    FREEDOM,
+    MOST_PAIRS,
+    NO_GAINS,
+    POWER,
+    Calibration,
+    Gains,
+    Verdict,
+    holm_levels,
+    hopeless,
+    judge,
+    log_evidence,
+    log_limit,
+    log_two_sided,
+    outlier,
+    paired,
+    seeds_needed,
+)
 from recipe.wording import markdown_table
 
 SWEEPS = 20_000
 MARGIN = 0.5  # of the deviation of a difference
 Draw = Callable[[np.random.Generator, int, int, int], NDArray[np.float64]]  # (sweeps, arms, seeds)
+Draws = Callable[[np.random.Generator, NDArray[np.float64]], NDArray[np.float64]]
+Array = NDArray[np.float64]
+Edits = Callable[[np.random.Generator, int, int], tuple[Array, Array]]  # (nights, number): (gains, deviations)
+NIGHTS = 100_000
+AT_ONCE = 10_000
 
 
-def main() -> None:
-    """Print the table."""
+class Nights(NamedTuple):
+    """What became of the edits of some nights, each (nights, edits): whether an edit was kept, and its pairs."""
+
+    keeps: NDArray[np.bool_]
+    pairs: NDArray[np.int64]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the tables."""
+    print("\n\n".join(referee_tables(NIGHTS) if "referee" in arguments else [arena_table()]))
+
+
+def referee_tables(nights: int) -> list[str]:
+    """Nights of edits that change nothing, of one gain, and of some."""
+    null: list[tuple[str, Edits, Draws]] = [
+        ("change nothing", equal, draw_normal),
+        ("the same, heavy tails: t(4)", equal, draw_heavy),
+        ("the same, all paired with the same runs of the best", equal, draw_shared),
+        ("double the deviation", doubled, draw_normal),
+        ("one in ten doubles it", some_doubled, draw_normal),
+        ("halve it", halved, draw_normal),
+    ]
+    lines = []
+    for name, edits, draws in null:
+        short, long = (spend(edits, draws, size, nights) for size in (100, 1000))
+        lines.append([name, share(short[0]), share(long[0]), f"at most {100 * ALPHA:g} %", f"{short[1]:.1f}"])
+    head = ["edits", "nights of 100 that keep any", "nights of 1,000", "promised", "pairs an edit"]
+    return [
+        markdown_table(head, lines),
+        markdown_table(["a gain of", "as edit 1", "20", "100"], [gain_row(gain, nights) for gain in (4, 2, 1, 0.5)]),
+        mixed_table(nights),
+    ]
+
+
+def gain_row(gain: float, nights: int) -> list[str]:
+    """How often a gain is kept after edits that make it worse, and with how many pairs (median)."""
+    row = [f"{gain:g} deviations"]
+    for place in (1, 20, 100):
+        found = night(one_gain(gain, place), draw_normal, place, max(1, nights // 10), seed=1)
+        last = found.keeps[:, -1]
+        row.append(f"{100 * last.mean():.0f} %, {np.median(found.pairs[last, -1]):.0f} pairs" if last.any() else "0 %")
+    return row
+
+
+def mixed_table(nights: int) -> str:
+    """Nights of 100 edits of which some are gains."""
+    lines = []
+    for part in (0.05, 0.2):
+        for gain in (1.0, 2.0):
+            false, found = np.zeros(0), np.zeros(0)
+            for seed in range(max(1, nights // 10 // AT_ONCE)):
+                real = np.random.default_rng([3, seed]).random((min(nights, AT_ONCE), 100)) < part
+                keeps = night(gains_at(real, gain), draw_normal, 100, len(real), seed=seed).keeps
+                false = np.append(false, (keeps & ~real).sum(1) / np.maximum(keeps.sum(1), 1))
+                found = np.append(found, (keeps & real).sum(1) / np.maximum(real.sum(1), 1))
+            lines.append([f"{100 * part:g} %, {gain:g} deviations", f"{100 * false.mean():.2f} %", share(found.mean())])
+    return markdown_table(["gains among the edits", "false among the kept", "gains kept"], lines)
+
+
+def spend(edits: Edits, draws: Draws, size: int, nights: int) -> tuple[float, float]:
+    """The share of nights that keep anything, and the mean number of pairs of an edit."""
+    parts = range(0, nights, AT_ONCE)
+    found = [night(edits, draws, size, min(AT_ONCE, nights - start), seed=start) for start in parts]
+    keeping = np.concatenate([one.keeps.any(1) for one in found])
+    return float(keeping.mean()), float(np.mean([one.pairs.mean() for one in found]))
+
+
+def night(edits: Edits, draws: Draws, size: int, nights: int, seed: int) -> Nights:
+    """Nights of `size` edits, on a track that was calibrated with FREEDOM + 1 pairs."""
+    generator = np.random.default_rng(seed)
+    keeps, pairs = np.zeros((nights, size), bool), np.zeros((nights, size), np.int64)
+    calibration = Calibration(np.full(nights, FREEDOM), generator.chisquare(FREEDOM, nights))
+    shared = generator.normal(size=(nights, MOST_PAIRS))
+    for number in range(1, size + 1):
+        effect, deviation = edits(generator, nights, number)
+        limit = log_limit(number, keeps.sum(1))
+        running, ended = np.arange(nights), np.zeros((3, nights))
+        gains = NO_GAINS
+        for n in range(1, MOST_PAIRS + 1):
+            gains = gains.add(effect[running] + deviation[running] * draws(generator, shared[running, n - 1]))
+            ended[:, running] = np.full(len(running), n), gains.mean, gains.squares
+            prior = Calibration(*(part[running] for part in calibration))
+            over = hopeless(gains, prior)
+            if n > 1:
+                near = np.flatnonzero(~over & (log_two_sided(gains, prior) + math.log(2) >= limit[running]))
+                close = Gains(n, gains.mean[near], gains.squares[near])
+                won = near[log_evidence(close, Calibration(*(part[near] for part in prior))) >= limit[running[near]]]
+                keeps[running[won], number - 1] = over[won] = True
+            running, gains = running[~over], Gains(n, gains.mean[~over], gains.squares[~over])
+            if not len(running):
+                break
+        count, mean, squares = ended
+        pairs[:, number - 1] = count
+        calibration = calibration.add(Gains(count, mean, squares))  # type: ignore[arg-type]
+    return Nights(keeps, pairs)
+
+
+def draw_normal(generator: np.random.Generator, shared: Array) -> Array:
+    """Noise of variance 1, as `shared` has."""
+    return generator.normal(size=len(shared))
+
+
+def draw_heavy(generator: np.random.Generator, shared: Array) -> Array:
+    """The same from Student's t with 4 degrees of freedom."""
+    return generator.standard_t(4, len(shared)) / math.sqrt(2)
+
+
+def draw_shared(generator: np.random.Generator, shared: Array) -> Array:
+    """The same where half the variance is the baseline's run, which all edits of the night share."""
+    return (generator.normal(size=len(shared)) - shared) / math.sqrt(2)
+
+
+def equal(_: np.random.Generator, nights: int, number: int) -> tuple[Array, Array]:
+    return np.zeros(nights), np.ones(nights)
+
+
+def doubled(_: np.random.Generator, nights: int, number: int) -> tuple[Array, Array]:
+    return np.zeros(nights), np.full(nights, 2.0)
+
+
+def halved(_: np.random.Generator, nights: int, number: int) -> tuple[Array, Array]:
+    return np.zeros(nights), np.full(nights, 0.5)
+
+
+def some_doubled(generator: np.random.Generator, nights: int, number: int) -> tuple[Array, Array]:
+    return np.zeros(nights), np.where(generator.random(nights) < 0.1, 2.0, 1.0)
+
+
+def one_gain(gain: float, place: int) -> Edits:
+    """Edits that make it much worse, before one that is better."""
+    return lambda _, nights, number: (np.full(nights, gain if number == place else -9.0), np.ones(nights))
+
+
+def gains_at(real: NDArray[np.bool_], gain: float) -> Edits:
+    """Edits that change nothing, but for those that are `real`, (nights, edits)."""
+    return lambda _, nights, number: (np.where(real[:, number - 1], gain, 0.0), np.ones(nights))
+
+
+def arena_table() -> str:
+    """The arena's verdicts and intervals."""
     needed = seeds_needed(MARGIN, 1.0, ALPHA) or 0
     limit, covered = f"at most {100 * ALPHA:g} %", f"{100 * (1 - ALPHA):g} %"
     lines = [
@@ -44,7 +210,7 @@ def main() -> None:
         "95 % interval holds the truth",
         "promised",
     ]
-    print(markdown_table(head, lines))
+    return markdown_table(head, lines)
 
 
 def share(value: float) -> str:
@@ -103,4 +269,4 @@ def verdicts(draw: Draw, seeds: int) -> list[Verdict]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""The arena's statistics against textbooks, brute force and simulation."""
+"""The statistics of arena and referee against textbooks, brute force and simulation."""
 
 from __future__ import annotations
 
@@ -7,15 +7,36 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import integrate, stats
 
 from recipe.compare import simulate
-from recipe.compare.simulate import SWEEPS, false_verdicts, gamma
+from recipe.compare.simulate import (
+    SWEEPS,
+    Draws,
+    Edits,
+    doubled,
+    draw_normal,
+    draw_shared,
+    equal,
+    false_verdicts,
+    gamma,
+    night,
+    one_gain,
+)
 from recipe.compare.statistics import (
     ALPHA,
+    EFFECT,
+    NO_GAINS,
     POWER,
+    TRUST,
+    Calibration,
+    Gains,
     Verdict,
     holm_levels,
     judge,
+    log_evidence,
+    log_limit,
+    log_one_sided,
     outlier,
     paired,
     power_to_equate,
@@ -149,7 +170,77 @@ def test_equal_arms_are_called_better_or_worse_in_five_sweeps_of_a_hundred_at_mo
 
 def test_the_page_of_the_arena_has_the_rows_of_the_simulation(capsys, monkeypatch):
     monkeypatch.setattr(simulate, "SWEEPS", 200)  # a hundredth of the page's
-    simulate.main()
+    simulate.main([])
     page = (ROOT / "docs" / "arena.md").read_text()
     for row in capsys.readouterr().out.strip().splitlines():
         assert "|".join(row.split("|")[:3]) in page
+
+
+def gains_of(values: list[float]) -> Gains:
+    gains = NO_GAINS
+    for value in values:
+        gains = gains.add(value)
+    return gains
+
+
+def test_the_evidence_is_the_likelihood_ratio_that_integration_gives() -> None:
+    """Half-normal effect, and the posterior of the variance after a calibration of 5 degrees of freedom."""
+    values, calibration = [0.5, 1.7, 1.1], Calibration(5.0, 4.2)
+    variance, effect = np.meshgrid(np.geomspace(0.02, 500, 1500), np.linspace(0, 14, 250), indexing="ij")
+    likelihood = stats.invgamma.pdf(variance, 2.5, scale=2.1)
+    for value in values:
+        likelihood = likelihood * stats.norm.pdf(value / np.sqrt(variance), effect) / np.sqrt(variance)
+    null = integrate.trapezoid(likelihood[:, 0], variance[:, 0])
+    weighted = likelihood * stats.halfnorm(scale=np.sqrt(EFFECT)).pdf(effect)
+    better = integrate.trapezoid(integrate.trapezoid(weighted, effect, axis=1), variance[:, 0])
+    assert float(log_one_sided(gains_of(values), calibration)) == pytest.approx(np.log(better / null), abs=1e-3)
+
+
+def test_gains_that_are_added_one_by_one_have_the_mean_and_the_squares_of_all() -> None:
+    values = [0.3, -0.2, 1.4, 0.9]
+    found = gains_of(values)
+    assert (found.n, found.mean, found.squares) == pytest.approx((4, np.mean(values), np.var(values) * 4))
+    narrow = Calibration(29.0, 58.0).add(found)  # 32 degrees of freedom, of which 30 remain
+    assert narrow == pytest.approx((30.0, (58 + found.squares) * 30 / 32))
+
+
+def test_a_calibration_counts_only_with_evidence_that_needs_none() -> None:
+    """Two equal gains of 9 deviations: certain if the deviation is as calibrated, and nothing if it is not."""
+    certain = Calibration(30.0, 30.0)
+    two, six = gains_of([9.0, 9.5]), gains_of([9.0, 9.5, 8.0, 9.2, 9.9, 8.8])
+    assert float(log_one_sided(two, certain)) > 20 > TRUST > float(log_evidence(two, certain))
+    assert float(log_evidence(six, certain)) == pytest.approx(float(log_one_sided(six, certain)))
+
+
+def test_the_weights_of_all_edits_together_are_one() -> None:
+    weights = [np.exp(-log_limit(edit, 0)) / ALPHA for edit in range(1, 2001)]
+    rest = 0.5 / 2001 + 50 / 2100  # of two telescopes
+    assert sum(weights) + rest == pytest.approx(1.0)
+    assert log_limit(7, 1) == pytest.approx(log_limit(7, 0) - np.log(2))
+
+
+@pytest.mark.parametrize(("edits", "draws"), [(equal, draw_normal), (doubled, draw_normal), (equal, draw_shared)])
+def test_few_nights_of_edits_that_change_nothing_keep_any(edits: Edits, draws: Draws) -> None:
+    nights = 1500
+    any_kept = night(edits, draws, 40, nights, seed=5).keeps.any(1).mean()
+    assert any_kept <= ALPHA + 3 * np.sqrt(ALPHA * (1 - ALPHA) / nights)
+
+
+def test_a_gain_of_two_deviations_as_the_hundredth_edit_takes_eight_pairs() -> None:
+    found = night(one_gain(2.0, 100), draw_normal, 100, 1000, seed=6)
+    last = found.keeps[:, -1]
+    assert last.mean() > 0.95
+    assert np.median(found.pairs[last, -1]) <= 8
+
+
+def test_an_interval_holds_at_every_pair_at_once() -> None:
+    generator, missed = np.random.default_rng(7), 0
+    for _ in range(400):
+        gains, outside = NO_GAINS, False
+        for value in generator.normal(0.4, 1.0, 24):
+            gains = gains.add(value)
+            low, high = gains.interval()
+            outside |= not low <= 0.4 <= high
+        missed += outside
+    assert 0 < missed <= 0.05 * 400
+    assert gains_of([1.0, 1.1]).interval() == (-np.inf, np.inf)
