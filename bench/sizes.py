@@ -30,12 +30,12 @@ BUDGETS = {
     "recipe/training": 17_500,
     "recipe/distributed": 12_800,
     "recipe/infer": 22_450,
-    "recipe/compare": 30_300,
+    "recipe/compare": 32_600,
     "recipe": 3_100,
     "learn": 9_100,
     "bench": 22_500,
     ".": 6_000,
-    "tests": 255_000,
+    "tests": 256_300,
 }
 MOST_FILES = 334
 MOST_WORDS = 27_360  # of the pages in docs/
