@@ -27,7 +27,7 @@ CASES = {
     "more_keys": Case(1, 2, 1, 61, 139, 64),
     "more_queries": Case(1, 2, 1, 139, 61, 96),
     "one_query": Case(2, 2, 2, 1, 139, 80),
-    "one_token": Case(8, 4, 4, 1, 1, 16),
+    "one_token": Case(3, 4, 4, 1, 1, 16),
     "few_keys": Case(1, 2, 2, 99, 3, 32),
 }
 SQUARE = Case(1, 2, 1, 150, 150, 16)

@@ -18,13 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from learn.__main__ import main
+from learn.__main__ import main, run
 from learn.flash import block_sizes
 from learn.page import CHOICES, FIRST, key_of, packed, record_choice, shown
 from learn.tracing import Recording
 from learn.why import OF_FUNCTIONS
 
-ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHOICE = FIRST | {"mask": "causal", "dropout": 0.25}
 
@@ -98,6 +97,7 @@ def test_memory_that_a_tile_has_freed_is_not_counted() -> None:
 
 # What a reader sees.
 DISPLAYED = """const $ = (id) => document.getElementById(id);
+  const change = (on, type) => on.dispatchEvent(new Event(type, { bubbles: true }));
   const tables = (id) => Object.fromEntries([...$(id).querySelectorAll("table")].map((table) =>
     [table.caption.textContent, [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent))]));
   const texts = (...ids) => Object.fromEntries(ids.map((id) => [id, $(id).textContent]));
@@ -134,13 +134,38 @@ def expected(recording: Recording, choice: dict[str, Any], n: int) -> dict[str, 
     }
 
 
-def driven(page: Path, folder: Path, script: str, *flags: str, fragment: str = "") -> Any:
-    """What the script puts into `seen`, once the page is ready."""
+# Every fourth step of both algorithms: what is cut off, and where the memories end below the buttons.
+CUT_OFF = """seen.cut_off = [];
+  for (const algorithm of ["flash_1", "flash_2"]) for (const direction of ["forward", "backward"]) {
+    document.querySelector("select[name=algorithm]").value = algorithm;
+    document.querySelector("select[name=direction]").value = direction;
+    change($("controls"), "change");
+    for (let n = 0; n <= $("slider").max; n += 4) {
+      $("slider").value = n; change($("slider"), "input");
+      const bar = $("bar").getBoundingClientRect().top, bottom = (id) => $(id).getBoundingClientRect().bottom - bar;
+      seen.cut_off.push({ cut: $("source").scrollWidth - $("source").clientWidth,
+        sideways: document.documentElement.scrollWidth - innerWidth, line: $("line").textContent,
+        ends: Math.max(bottom("fast"), bottom("slow"), bottom("map")),
+        shown: getComputedStyle($("line")).display, now: document.querySelector(".now").textContent.trim() });
+    }
+  }"""
+
+
+def assert_not_cut_off(steps: list[dict[str, Any]]) -> None:
+    assert len(steps) > 40
+    for step in steps:
+        assert step["cut"] <= 0
+        assert step["sideways"] <= 0
+        assert step["line"] == step["now"]
+
+
+def driven(page: Path, folder: Path, *scripts: str, flags: tuple[str, ...] = (), fragment: str = "") -> Any:
+    """What the scripts put into `seen`, once the page is ready."""
     path = folder / "driven.html"
     ready = 'while (document.body.dataset.ready !== "yes") await new Promise((done) => setTimeout(done, 10));'
-    script = (
-        f"<script>(async () => {{ {ready}\n{script}\ndocument.body.dataset.seen = JSON.stringify(seen); }})();</script>"
-    )
+    blocks = "\n".join(f"{{ {script} }}" for script in scripts)
+    script = f"""<script>(async () => {{ {ready}\n{DISPLAYED}\nconst seen = {{}};\n{blocks}
+      document.body.dataset.seen = JSON.stringify(seen); }})();</script>"""
     path.write_text(page.read_text().replace("</body>", f"{script}</body>"))
     dom = dump(f"{path.as_uri()}#{fragment}", folder, *flags)
     found = re.search(r'data-seen="(.*?)"', dom, re.DOTALL)
@@ -148,44 +173,44 @@ def driven(page: Path, folder: Path, script: str, *flags: str, fragment: str = "
     return json.loads(html.unescape(found[1]))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize("step", [0, 21, 10_000])
-def test_a_browser_shows_the_step_that_was_asked_for(page: Path, tmp_path: Path, step: int) -> None:
-    recording = record_choice(CHOICE)
-    fragment = "&".join(f"{name}={value}" for name, value in (CHOICE | {"step": step}).items())
-    seen = driven(page, tmp_path, f"{DISPLAYED} const seen = displayed();", fragment=fragment)
-    assert seen == expected(recording, CHOICE, min(step, len(recording.steps) - 1))
+def walk(asked: list[dict[str, Any]], stride: int) -> str:
+    """Shows each of the settings, and in it a step of so many."""
+    texts = json.dumps([{name: str(value) for name, value in choice.items()} for choice in asked])
+    return f"""seen.walk = [];
+  for (const choice of {texts}) {{
+    for (const [name, value] of Object.entries(choice)) document.querySelector(`select[name=${{name}}]`).value = value;
+    change($("controls"), "change");
+    const steps = [];
+    for (let n = 0; n <= $("slider").max; n += {stride}) {{
+      $("slider").value = n; change($("slider"), "input"); steps.push(displayed());
+    }}
+    seen.walk.push(steps);
+  }}"""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize(("N", "d", "M", "stride"), [(5, 3, 59, 1), (8, 2, 36, 5)])
-def test_a_browser_shows_the_numbers_of_the_steps_of_every_algorithm(
-    page: Path, tmp_path: Path, N: int, d: int, M: int, stride: int
+@pytest.mark.parametrize(("N", "d", "M", "stride", "first"), [(5, 3, 59, 3, 21), (8, 2, 36, 7, 10_000)])
+def test_a_browser_shows_the_step_that_was_asked_for_and_the_numbers_of_every_algorithm(
+    page: Path, tmp_path: Path, N: int, d: int, M: int, stride: int, first: int
 ) -> None:
-    """Forward and backward, with every mask, with and without dropout."""
+    """Forward and backward, with every mask, with and without dropout; and on a wide screen nothing is cut off."""
     varied = ("algorithm", "direction", "mask", "dropout")
     values = itertools.product(*(CHOICES[name] for name in varied))
     asked = [{"N": N, "d": d, "M": M} | dict(zip(varied, each, strict=True)) for each in values]
-    walk = """
-  const seen = [], change = (on, type) => on.dispatchEvent(new Event(type, { bubbles: true }));
-  for (const choice of ASKED) {
-    for (const [name, value] of Object.entries(choice)) document.querySelector(`select[name=${name}]`).value = value;
-    change($("controls"), "change");
-    const steps = [];
-    for (let n = 0; n <= $("slider").max; n += STRIDE) {
-      $("slider").value = n; change($("slider"), "input"); steps.push(displayed());
-    }
-    seen.push(steps);
-  }"""
-    texts = [{name: str(value) for name, value in choice.items()} for choice in asked]
-    seen = driven(page, tmp_path, DISPLAYED + walk.replace("ASKED", json.dumps(texts)).replace("STRIDE", str(stride)))
-    for choice, steps in zip(asked, seen, strict=True):
+    fragment = "&".join(f"{name}={value}" for name, value in (CHOICE | {"step": first}).items())
+    flags = ("--window-size=1280,844",)
+    scripts = ("seen.first = displayed();", walk(asked, stride), CUT_OFF)
+    seen = driven(page, tmp_path, *scripts, flags=flags, fragment=fragment)
+    recording = record_choice(CHOICE)
+    assert seen["first"] == expected(recording, CHOICE, min(first, len(recording.steps) - 1))
+    for choice, steps in zip(asked, seen["walk"], strict=True):
         recording = record_choice(choice)
         shown_steps = range(0, len(recording.steps), stride)
         for n, step in zip(shown_steps, steps, strict=True):
             assert step == expected(recording, choice, n), (choice, n)
+    assert_not_cut_off(seen["cut_off"])
+    assert {step["shown"] for step in seen["cut_off"]} == {"none"}
 
 
 def test_the_page_holds_every_setting_and_needs_no_network(page: Path) -> None:
@@ -194,23 +219,20 @@ def test_the_page_holds_every_setting_and_needs_no_network(page: Path) -> None:
     assert key_of(FIRST).count("|") == 6
 
 
-def test_a_page_that_cannot_be_written_ends_in_a_sentence(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_ends_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
-    done = subprocess.run(
-        [sys.executable, "-m", "learn", f"out={tmp_path / 'file' / 'page.html'}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert "out=<file>" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["learn", f"out={tmp_path / 'file' / 'page.html'}"])
+    with pytest.raises(SystemExit, match="1"):
+        run()
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "out=<file>" in error
 
 
 # What a reader does, one after the other, and the step that is shown after it.
 DRIVE = """const wait = (ms) => new Promise((done) => setTimeout(done, ms));
-  const $ = (id) => document.getElementById(id), seen = {};
   const press = (key, on) => on.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
   const after = (what) => (seen[what] = $("counter").textContent);
   $("next").click(); after("button forward");
@@ -236,53 +258,15 @@ DRIVE = """const wait = (ms) => new Promise((done) => setTimeout(done, ms));
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_of_the_walk_is_cut_off_and_a_phone_shows_it_at_once(page: Path, tmp_path: Path, width: int) -> None:
-    """At every step of both algorithms; below 844 pixels from the buttons on, all but the program."""
-    measure = """
-  const seen = [], change = (on, type) => on.dispatchEvent(new Event(type, { bubbles: true }));
-  for (const algorithm of ["flash_1", "flash_2"]) for (const direction of ["forward", "backward"]) {
-    document.querySelector("select[name=algorithm]").value = algorithm;
-    document.querySelector("select[name=direction]").value = direction;
-    change($("controls"), "change");
-    for (let n = 0; n <= $("slider").max; n += 4) {
-      $("slider").value = n; change($("slider"), "input");
-      const bar = $("bar").getBoundingClientRect().top, bottom = (id) => $(id).getBoundingClientRect().bottom - bar;
-      seen.push({ cut: $("source").scrollWidth - $("source").clientWidth,
-        sideways: document.documentElement.scrollWidth - innerWidth, line: $("line").textContent,
-        ends: Math.max(bottom("fast"), bottom("slow"), bottom("map")),
-        shown: getComputedStyle($("line")).display, now: document.querySelector(".now").textContent.trim() });
-    }
-  }"""
-    small = f"--window-size={width},844"
-    seen = driven(page, tmp_path, DISPLAYED.partition("\n")[0] + measure, small)
-    assert len(seen) > 40
-    for step in seen:
-        assert step["cut"] <= 0
-        assert step["sideways"] <= 0
-        assert step["line"] == step["now"]
-        assert step["shown"] == ("block" if width == 390 else "none")
-        if width == 390:
-            assert step["ends"] <= 844
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_buttons_keys_slider_and_controls_step_through_the_recording_on_a_narrow_dark_screen(
     page: Path, tmp_path: Path
 ) -> None:
-    seen = driven(page, tmp_path, DRIVE, "--window-size=390,844", "--blink-settings=preferredColorScheme=0")
+    """At 844 pixels all but the program is seen at once, from the buttons on."""
+    flags = ("--window-size=390,844", "--blink-settings=preferredColorScheme=0")
+    seen = driven(page, tmp_path, DRIVE, CUT_OFF, flags=flags)
     first = len(record_choice(FIRST).steps)
-    other = {
-        "algorithm": "flash_1",
-        "direction": "backward",
-        "N": 8,
-        "d": 2,
-        "M": 36,
-        "mask": "window 2",
-        "dropout": 0.25,
-    }
-    last = len(record_choice(other).steps)
+    other = FIRST | {"algorithm": "flash_1", "direction": "backward", "N": 8, "d": 2, "M": 36}
+    last = len(record_choice(other | {"mask": "window 2", "dropout": 0.25}).steps)
     assert {name: seen[name] for name in ("playing", "paused")} == {"playing": "Pause", "paused": "Play"}
     shown_steps = {"button forward": 2, "key on a button": 3, "key": 4, "button back": 3, "end": first, "home": 1}
     shown_steps |= {"slider": 8, "played": 10}
@@ -293,3 +277,6 @@ def test_buttons_keys_slider_and_controls_step_through_the_recording_on_a_narrow
     assert seen["memories"]
     paper, ink = seen["colours"]
     assert max(paper) < 64 < 192 < min(ink)  # in the dark
+    assert_not_cut_off(seen["cut_off"])
+    assert {step["shown"] for step in seen["cut_off"]} == {"block"}
+    assert max(step["ends"] for step in seen["cut_off"]) <= 844
