@@ -37,7 +37,10 @@ CAPPED: Any = {"soft_cap": 1.5, "dropout": 0.17}
 
 @pytest.mark.parametrize(
     "case",
-    [replace(SCORE_CASES["documents"], window=40, **CAPPED), Case(1, 2, 1, 100, 61, 24, documents=(21, 40), **CAPPED)],
+    [
+        replace(SCORE_CASES["documents"], B=1, window=40, **CAPPED),
+        Case(1, 2, 1, 100, 61, 24, documents=(21, 40), **CAPPED),
+    ],
     ids=["window_documents", "more_queries"],
 )
 def test_one_maximum_for_all_tiles_is_as_accurate(case):
@@ -64,7 +67,7 @@ def test_scores_at_the_soft_cap_neither_overflow_nor_vanish(n_low, soft_cap):
     torch.testing.assert_close(lse[0, 0].double().cpu(), best + counts.sum(1).log(), rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("T", [63, 64, 65, 128, 129])
+@pytest.mark.parametrize("T", [64, 65, 129])
 def test_windows_that_end_at_the_edge_of_a_tile(T):
     case = Case(1, 1, 1, T, T, 16)
     for window in (1, 63, 64, 65, T):
@@ -74,10 +77,9 @@ def test_windows_that_end_at_the_edge_of_a_tile(T):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(1, 1, 1, 256, 256, 16, window=40),
-        Case(1, 1, 1, 128, 256, 16, window=40),
-        Case(1, 1, 1, 256, 256, 16, documents=(64, 128, 64)),
-        Case(1, 1, 1, 256, 256, 16, causal=False, documents=(64, 128, 64)),
+        Case(1, 1, 1, 128, 192, 16, window=40),
+        Case(1, 1, 1, 192, 192, 16, documents=(64, 128)),
+        Case(1, 1, 1, 192, 192, 16, causal=False, documents=(128, 64)),
     ],
     ids=lambda c: f"{c.T}-{c.window}-{c.documents}-{c.causal}",
 )
@@ -86,7 +88,7 @@ def test_tiles_in_which_nothing_is_seen_are_never_read(case):
 
 
 @pytest.mark.parametrize("score", [Score(), Score(causal=False), Score(window=33), Score(alibi=True)], ids=str)
-@pytest.mark.parametrize(("q_start", "k_start"), [(64, 0), (0, 64), (100, 20), (10, 100), (200, 0)])
+@pytest.mark.parametrize(("q_start", "k_start"), [(100, 20), (10, 100), (200, 0)])
 def test_queries_and_keys_that_stand_anywhere(score, q_start, k_start, horizons):
     q, k, v, do = (x.to(DEVICE) for x in Case(1, 1, 1, 70, 80, 16).tensors(torch.float32))
     layout = Layout(q_start=q_start, k_start=k_start)
@@ -119,16 +121,13 @@ def test_the_operator_keeps_torchs_rules_with_all_its_tensors():
 DKDV = ("dk", "dv")
 # Of these slopes the first leaves a query nothing but its neighbours, and the last two have no horizon.
 SLOPES = (40.0, 4.0, 1.0, 0.02, 0.0, -0.01)
-FAR = Case(1, 6, 6, 200, 200, 16, alibi=True)
+FAR = Case(1, 6, 6, 192, 192, 16, alibi=True)
 THREE_TILES = replace(FAR, H_kv=3, T=140, S=140)
 FAR_CASES = {
-    "more_keys": replace(THREE_TILES, T=70),
-    "more_queries": replace(THREE_TILES, S=100),
-    "large_scores": replace(THREE_TILES, H_kv=6, spread=20.0),
-    "soft_cap_sinks": replace(THREE_TILES, H_kv=2, soft_cap=2.0, sinks=True),
+    "more_keys_soft_cap_sinks": replace(THREE_TILES, T=70, soft_cap=2.0, sinks=True),
+    "more_queries_dropout": replace(THREE_TILES, S=100, dropout=0.17),
+    "two_sequences_large_scores": replace(THREE_TILES, B=2, H_kv=6, spread=20.0),
     "window_documents": replace(THREE_TILES, H_kv=2, window=100, documents=(115, 25)),
-    "dropout": replace(THREE_TILES, dropout=0.17),
-    "two_sequences": replace(THREE_TILES, B=2, H_kv=2),
 }
 
 
@@ -215,11 +214,11 @@ def test_numbers_that_are_not_finite_leave_no_horizon(bad, soft_cap):
 
 
 def test_horizons_compile_with_the_call(horizons):
-    tensors, slopes = FAR.tensors(torch.float32), torch.tensor(SLOPES, device=DEVICE)
-    attend = flash()
+    case, slopes = replace(FAR, T=70, S=70), torch.tensor(SLOPES, device=DEVICE)
+    tensors, attend = case.tensors(torch.float32), flash()
 
     def run(attend: Any) -> dict[str, Tensor]:
-        return gradients(lambda *qkv: attend(*qkv, score=FAR.score, slopes=slopes), *(x.to(DEVICE) for x in tensors))
+        return gradients(lambda *qkv: attend(*qkv, score=case.score, slopes=slopes), *(x.to(DEVICE) for x in tensors))
 
     torch._dynamo.reset()
     got = run(torch.compile(attend.__call__, fullgraph=True, backend="aot_eager"))
@@ -250,12 +249,12 @@ def forget(case: Case, tensors: tuple[Tensor, ...], name: str = "flash") -> dict
     return {"out": out, **dict(zip(("dq", "dk", "dv", "da", "dc"), gradients, strict=True))}
 
 
-GATED = Case(1, 4, 4, 200, 200, 16)
+GATED = Case(1, 4, 4, 192, 192, 16)
 
 
 @pytest.mark.parametrize(
     "case",
-    [replace(GATED, H_kv=2, T=100, dropout=0.17), replace(GATED, window=150, documents=(160, 40))],
+    [replace(GATED, H_kv=2, T=70, S=140, dropout=0.17), replace(GATED, window=150, documents=(160, 32))],
     ids=["more_keys_dropout", "window_documents"],
 )
 def test_keys_that_gates_forget_add_nothing(case, horizons):

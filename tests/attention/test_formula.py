@@ -59,7 +59,6 @@ def test_the_kernels_give_what_python_gives_of_a_formulas_text_with_all_gradient
         ("s + g[h, j] * tanh(s) + row[h, i]", "documents"),
         ("s + bias[h, min(abs(i - j), 31)]", "full"),
         ("s + bias[h, min(abs(i - j), 31)]", "more keys"),
-        ("s - slope[h] * (i - j)", "window"),
         ("s - slope[h] * (i - j)", "more keys"),
         ("2 * tanh(s / 2) - slope[h] * (i - j)", "documents"),
         ("s + grid[max(i // 7 - j // 7, -40) + 40, h]", "more queries"),
@@ -292,7 +291,7 @@ def test_gradients_of_learned_tensors_are_the_same_in_every_repeat():
 
 @pytest.mark.parametrize("name", ["tiled", "flash"])
 def test_a_compiled_call_has_no_break_and_gives_the_same_by_operators_that_keep_torchs_rules(name):
-    problem = replace(draw(random.Random(3), "s + g[h, j] * tanh(s) + row[h, i]", "square"), dropout=0.0)
+    problem = replace(draw(random.Random(3), "s + g[h, j] * tanh(s) + row[h, i]", "square", longest=33), dropout=0.0)
     calls: dict[Any, tuple[Any, Any]] = {}
     attend = build_attention(AttentionConfig(name))
     want, got = (problem.computed(run, torch.float32) for run in (attend, compiled(attend, calls)))

@@ -11,7 +11,7 @@ from attention.flash.paths import choose_path, describe_path
 from attention.spec import Spec
 
 PROBLEM = Problem(Spec(Score(), scale=1.0), 128, torch.bfloat16, 4096, 4096, capability=(9, 0))
-EVERY_LENGTH = range(0, 2**17, 64)
+EVERY_LENGTH = range(0, 2**16, 128)
 
 
 def along(path: str, problem: Problem = PROBLEM, **other) -> Problem:

@@ -59,7 +59,7 @@ def sequences(name: str, T: int, n: int = 40, seed: int = 3) -> list[Sequence]:
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("name", SOLVERS)
 def test_the_answers_follow_from_the_inputs_and_the_distance_leads_to_what_decides_them(name: str, T: int) -> None:
-    for inputs, targets, distance in sequences(name, T, n=8):
+    for inputs, targets, distance in sequences(name, T, n=3):
         asked = np.flatnonzero(targets != IGNORED)
         assert len(asked)
         assert not distance[targets == IGNORED].any()

@@ -89,8 +89,9 @@ def test_it_is_the_sum_and_its_norm_with_their_gradients(name, dropped, of_x, of
         assert (ours - reference).norm() <= tolerance * reference.norm()
 
 
-@pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.parametrize("name", ["layer", "layer without bias", "rms without weights"])
+@pytest.mark.parametrize(
+    ("name", "dropped"), [("layer", True), ("layer without bias", False), ("rms without weights", True)]
+)
 def test_its_operators_keep_the_rules_of_torch(name, dropped):
     torch.manual_seed(0)
     norm, mask = build(name), mask_if(dropped)
