@@ -167,7 +167,7 @@ class GPTConfig:
     mtp             weight of the loss of a second head, which predicts the token after the next; 0: no such head
     """
 
-    name: str = "tiny"
+    name: str = "tiny-gpt2"
     n_layers: int = 4
     n_heads: int = 4
     n_kv_heads: int | None = None

@@ -13,11 +13,12 @@ from hydra.errors import HydraException
 from data.untrusted import UntrustedError, check_value
 from model.options import Positions
 from recipe.distributed.world import World
-from recipe.run.compose import by_key, choices, lines, parsed, quoted
-from recipe.run.config import Config, ConfigError, as_plain, is_key
-from recipe.run.recorded import foreign_reference
+from recipe.run.compose import by_key, choices, composed, lines, opened, parsed, quoted, to_config
+from recipe.run.config import Config, ConfigError, as_plain, is_key, keys
+from recipe.run.recorded import foreign_reference, read_config
 from recipe.run.removed import is_ignored, refusal
 from recipe.run.run_folder import OUTPUTS, OVERRIDES, check_not_running, read_overrides
+from recipe.run.starting import written
 from recipe.training.checkpoint import CheckpointError, newest_valid, read_manifest
 from recipe.wording import as_typed
 
@@ -47,9 +48,21 @@ def resumed(overrides: list[str]) -> list[str]:
             return overrides
     newest_intact(folder / "checkpoints")
     recorded = {override.key_or_group: override for override in recorded_overrides(folder)}
+    earlier = {
+        key: override
+        for key, override in by_key(earlier_defaults(folder, lines(recorded))).items()
+        if key.partition(".")[0] not in given  # such as optimizer=muon
+    }
     path = quoted(str(folder))
     last = by_key([f"resume={path}", f"hydra.run.dir={path}", "hydra.mode=RUN"])
-    return lines(recorded | given | last)
+    return lines(recorded | earlier | given | last)
+
+
+def earlier_defaults(run: Path, overrides: list[str]) -> list[str]:
+    """An override for each option in which the recorded configuration of the run differs from what its `overrides`
+    compose today: the defaults of presets may have changed since. Raises ConfigError."""
+    then, now = as_plain(read_config(run)), as_plain(to_config(composed(overrides)))
+    return [opened(f"{key}={written(nested(then, key))}") for key in keys() if nested(then, key) != nested(now, key)]
 
 
 def recorded_overrides(run: Path) -> list[Override]:

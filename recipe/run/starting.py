@@ -33,7 +33,8 @@ def with_start(overrides: list[str], weights: Weights) -> list[str]:
     options = weights.options(source)
     if "score" in chosen:
         options = {name: value for name, value in options.items() if not name.startswith("score.")}
-    return [f"{name}={written(value)}" for name, value in options.items() if name not in chosen] + overrides
+    of_weights = [f"{name}={written(value)}" for name, value in options.items() if name not in chosen]
+    return ["model=tiny-gpt2", *of_weights, *overrides]  # the model from which the folder's options differ
 
 
 def described_by(source: Path) -> list[Path]:

@@ -42,7 +42,7 @@ class TrainingConfig:
     profile           record the time of a few steps by category
     """
 
-    steps: int = 1200
+    steps: int = 900
     batch_size: int = 12
     batch_tokens: int | None = None
     precision: Precision = Precision.auto

@@ -40,7 +40,7 @@ STEPS = 60
 # Dropout of both kinds, three micro-batches a step, and 61 steps to four epochs: every interruption is in mid-epoch.
 OVERRIDES = [
     "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
-    "model.n_layers=2", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1",
+    "model=tiny-gpt2", "model.n_layers=2", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1",
     "training.batch_size=4", "training.batch_tokens=384", f"training.steps={STEPS}", "schedule.warmup_steps=5",
     "training.log_every=1", "training.eval_every=7", "training.eval_batches=2", "training.checkpoint_every=9",
     "training.sample_tokens=0",
