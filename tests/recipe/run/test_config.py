@@ -145,7 +145,7 @@ MISTAKES = {
     "training.compile=maybe": "training.compile=maybe is not true or false",
     "training.precision=bf8": "training.precision=bf8 is not one of auto, fp32, bf16, fp16",
     "optimizer.betas=3": r"optimizer.betas=3 is not a list of numbers, such as \[0.9,0.99\]",
-    "optimizer=adamw optimizer.muon_lr=0.1": "optimizer.muon_lr=0.1 has no effect with optimizer=adamw; choose optimizer=muon",
+    "model=mini optimizer.muon_lr=0.1": "optimizer.muon_lr=0.1 has no effect with optimizer=adamw; choose .*=muon",
     "optimizer.betas=[0.9]": "must be two numbers",
     "seed=-1": "seed=-1 must lie between 0",
     "seq_len=0": "seq_len=0 must be at least 1",
