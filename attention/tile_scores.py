@@ -11,36 +11,47 @@ from torch import Tensor
 from .formula.call import tile_formula
 from .formula.tile import Tile
 from .layout import Layout
-from .score import Range, key_intervals
+from .score import Range, Score, key_intervals
 from .spec import Inputs, Spec
 
 
 class TileScores:
     """The tiles to visit, and the scores of one."""
 
-    def __init__(self, q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, q_start: int | None, k_start: int) -> None:
-        """q (B, H, T, D) and k (B, H_kv, S, D); q_start and k_start as in Layout."""
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        inputs: Inputs,
+        spec: Spec,
+        q_start: int | None,
+        k_start: int,
+        lengths: Tensor | None = None,
+    ) -> None:
+        """q (B, H, T, D) and k (B, H_kv, S, D); q_start, k_start and lengths as in Layout."""
         self.T, self.S, self.spec = q.shape[2], k.shape[2], spec
-        self.layout = Layout(q_start, k_start, inputs.starts, inputs.ends)
+        self.layout = Layout(q_start, k_start, inputs.starts, inputs.ends, lengths)
         self.seen = key_intervals(spec.score, self.layout, self.T, self.S, q.device)
         self.formula = tile_formula(spec.score, self.layout, inputs.formula or (), self.T, self.S, q.device)
-        # Python decides which tiles to visit. On a GPU it would have to wait for the documents' bounds, which a CUDA
-        # graph cannot: there tiles of other documents are visited, and masked whole.
-        self.host_knows_all = inputs.starts is None or inputs.starts.device.type == "cpu"
-        known = self.layout if self.host_knows_all else self.layout._replace(document_starts=None, document_ends=None)
-        self.known = key_intervals(spec.score, known, self.T, self.S, "cpu")
+        # Python decides which tiles to visit. On a GPU it would have to wait for bounds of documents and for lengths,
+        # which a CUDA graph cannot: there tiles of other documents are visited, and masked whole, and all tiles of a
+        # cache.
+        self.on_host = all(x is None or x.device.type == "cpu" for x in (inputs.starts, lengths))
+        score = spec.score if self.on_host or lengths is None else Score(causal=False)
+        layout = self.layout if self.on_host else Layout(q_start, k_start)
+        self.to_visit = key_intervals(score, layout, self.T, self.S, "cpu")
 
     def key_tiles(self, rows: Range) -> Iterator[Range]:
         """The tiles of keys that the rows see."""
-        end = self.known.end[..., slice(*rows)]
+        end = self.to_visit.end[..., slice(*rows)]
         for columns in tiles(0, int(end.amax()) if end.numel() else 0, self.spec.block_k):
-            if self.known.meet(rows, columns):
+            if self.to_visit.meet(rows, columns):
                 yield columns
 
     def query_tiles(self, columns: Range) -> Iterator[Range]:
         """The tiles of queries that see one of the columns."""
         for rows in tiles(0, self.T, self.spec.block_q):
-            if self.known.meet(rows, columns):
+            if self.to_visit.meet(rows, columns):
                 yield rows
 
     def change(self, b_s: Tensor, rows: Range, columns: Range) -> Tensor:
@@ -61,7 +72,7 @@ class TileScores:
 
     def hidden(self, rows: Range, columns: Range) -> Tensor | None:
         """True where a query does not see a key, to broadcast over a tile; None where all see all."""
-        if self.host_knows_all and self.known.cover(rows, columns):
+        if self.on_host and self.to_visit.cover(rows, columns):
             return None
         mask = self.seen.mask(rows, columns)
         return None if mask is None else over_groups(~mask)

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .decode.cache import Cache
-from .decode.tiled import decode
 from .dropout import keep_mask, keep_scale
 from .errors import Option, UnsupportedAttention
 from .gpu import NAMESPACE
@@ -63,7 +62,9 @@ class TiledAttention(Attention):
 
     def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:
         inputs = Inputs(sinks=call.tensors.get("sinks"), formula=call.formula).present()
-        return AttentionOutput(*decode(q, [*cache], inputs, call.spec.text()))
+        k, v = cache.read(0, cache.longest())
+        out, lse = forward_op(q, k, v, inputs, call.spec.text(), None, 0, cache.lengths)
+        return AttentionOutput(out.to(q.dtype), lse)
 
 
 class Tiled(torch.autograd.Function):
@@ -104,18 +105,25 @@ class Tiled(torch.autograd.Function):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, spec: Spec, q_start: int | None, k_start: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inputs: Inputs,
+    spec: Spec,
+    q_start: int | None,
+    k_start: int,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: q (B, H, T, D) and k, v (B, H_kv, S, D) to out (B, H, T, D), in `dtype_kept`, and lse (B, H, T).
+    """Algorithm 1: q (B, H, T, D) and k, v (B, H_kv, S, D) to out (B, H, T, D), in `dtype_of_out`, and lse (B, H, T).
 
-    q_start, k_start  as in Layout
+    q_start, k_start, lengths  as in Layout
     """
     T, S, H_kv = q.shape[2], k.shape[2], k.shape[1]
     key, sinks, dropout = inputs.key, inputs.sinks, spec.threshold / 256
-    scores = TileScores(q, k, inputs, spec, q_start, k_start)
+    scores = TileScores(q, k, inputs, spec, q_start, k_start, lengths)
     q, k, v = grouped(q, H_kv), k.unsqueeze(2), v.unsqueeze(2)
     dtype = accum_dtype(q.dtype)
-    out = q.new_empty(q.shape, dtype=dtype_kept(q, spec))
+    out = q.new_empty(q.shape, dtype=dtype_of_out(q, spec))
     lse = q.new_empty(q.shape[:-1], dtype=dtype)
 
     for rows in tiles(0, T, spec.block_q):
@@ -203,8 +211,8 @@ def backward(do: Tensor, saved: Sequence[Tensor], spec: Spec, q_start: int | Non
     return [(dq * spec.scale).to(q.dtype).flatten(1, 2), dk.squeeze(2), dv.squeeze(2), *learned, *dsinks]
 
 
-def dtype_kept(q: Tensor, spec: Spec) -> torch.dtype:
-    """The dtype in which out is kept for the backward."""
+def dtype_of_out(q: Tensor, spec: Spec) -> torch.dtype:
+    """The dtype of out for the backward."""
     return accum_dtype(q.dtype) if spec.learns else q.dtype
 
 
@@ -232,29 +240,36 @@ def cut(x: Tensor, rows: Range) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::tiled_forward", mutates_args=())
 def forward_op(
-    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int | None, k_start: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inputs: Sequence[Tensor],
+    text: str,
+    q_start: int | None,
+    k_start: int,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`forward`, with its Spec as text."""
-    known = Spec.read(spec)
-    return forward(q, k, v, Inputs.of(known, inputs), known, q_start, k_start)
+    spec = Spec.read(text)
+    return forward(q, k, v, Inputs.of(spec, inputs), spec, q_start, k_start, lengths)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::tiled_backward", mutates_args=())
-def backward_op(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int | None, k_start: int) -> list[Tensor]:
+def backward_op(do: Tensor, saved: Sequence[Tensor], text: str, q_start: int | None, k_start: int) -> list[Tensor]:
     """`backward`, with its Spec as text."""
-    return backward(do, saved, Spec.read(spec), q_start, k_start)
+    return backward(do, saved, Spec.read(text), q_start, k_start)
 
 
 @forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, *_: Any) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(q.shape, dtype=dtype_kept(q, Spec.read(spec)))
+def _(q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], text: str, *_: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(q.shape, dtype=dtype_of_out(q, Spec.read(text)))
     return out, q.new_empty(q.shape[:-1], dtype=accum_dtype(q.dtype))
 
 
 @backward_op.register_fake
-def _(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> list[Tensor]:
+def _(do: Tensor, saved: Sequence[Tensor], text: str, *_: Any) -> list[Tensor]:
     q, k, v, _out, _lse, *rest = saved
-    known = Spec.read(spec)
-    inputs = Inputs.of(known, rest)
-    learned = [inputs.formula[number] for number in known.learned]
+    spec = Spec.read(text)
+    inputs = Inputs.of(spec, rest)
+    learned = [inputs.formula[number] for number in spec.learned]
     return [x.new_empty(x.shape) for x in (q, k, v, *learned, *([] if inputs.sinks is None else [inputs.sinks]))]

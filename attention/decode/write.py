@@ -52,22 +52,16 @@ def write_in_torch(
     cu_seqlens: Tensor | None,
 ) -> None:
     """`write` in torch operations. Waits for a device that is not the CPU."""
-    if k.device.type == "cpu" and lengths.shape == (1,) and pages is None:
-        end, T = int(lengths[0]), new_k.shape[2] if cu_seqlens is None else int(cu_seqlens[-1])
-        first, stop = max(0, end - T), min(end, k.shape[2])
-        for x, new in ((k, new_k), (v, new_v)):
-            x[:, :, first:stop] = new[:, :, T - end + first : T - end + stop]
-        return
     sequence, position = destinations(lengths, new_k, cu_seqlens)
     size = k.shape[2]
     capacity = size if pages is None else size * pages.shape[1]
-    kept = (position >= 0) & (position < capacity)
+    has_slot = (position >= 0) & (position < capacity)
     row, slot = sequence, position
     if pages is not None:
         row, slot = pages[sequence, position.clamp(0, capacity - 1) // size], position % size
-        kept &= row >= 0
+        has_slot &= row >= 0
     for x, new in ((k, new_k), (v, new_v)):
-        x[row[kept], :, slot[kept]] = new.transpose(1, 2).flatten(0, 1)[kept]  # (tokens, H_kv, D)
+        x[row[has_slot], :, slot[has_slot]] = new.transpose(1, 2).flatten(0, 1)[has_slot]  # (tokens, H_kv, D)
 
 
 def destinations(lengths: Tensor, new_k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

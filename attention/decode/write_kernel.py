@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-class Rows(NamedTuple):
+class CacheRows(NamedTuple):
     """A tensor (places, heads, slots, D) with a contiguous last dimension."""
 
     pointer: Tensor
@@ -20,43 +20,30 @@ class Rows(NamedTuple):
     D: int
 
 
-class Places(NamedTuple):
-    """The cache's lengths and pages, and cu_seqlens, as for `write`."""
-
-    lengths: Any
-    pages: Any
-    cu_seqlens: Any
-
-
-class Tile(NamedTuple):
-    """H_kv, D and B, rounded up to powers of two; B where there are cu_seqlens."""
-
-    heads: int
-    columns: int
-    sequences: int | None
-
-
 @triton.jit(do_not_specialize=["T", "H_kv", "B", "capacity", "n_pages"])
-def write_kernel(k, v, new_k, new_v, places, T, H_kv, B, capacity, n_pages, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """One new token. Grid: new rows x T."""
-    HEADS: tl.constexpr = TILE.heads
-    COLUMNS: tl.constexpr = TILE.columns
-    SEQUENCES: tl.constexpr = TILE.sequences
+def write_kernel(
+    k, v, new_k, new_v, lengths, pages, cu_seqlens, T, H_kv, B, capacity, n_pages,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """One new token. Grid: new rows x T.
+
+    HEADS, COLUMNS, SEQUENCES  H_kv, D and B, rounded up to powers of two; B where there are cu_seqlens
+    """
     i_row, i_t = tl.program_id(0) // T, tl.program_id(0) % T
-    if places.cu_seqlens is None:
+    if cu_seqlens is None:
         i_b = i_row
-        position = tl.load(places.lengths + i_b) - T + i_t
+        position = tl.load(lengths + i_b) - T + i_t
     else:  # empty sequences end where others do: the token's sequence is the first that ends behind it
         o_b = tl.arange(0, SEQUENCES)
-        b_end = tl.load(places.cu_seqlens + 1 + o_b, mask=o_b < B, other=T + 1)
+        b_end = tl.load(cu_seqlens + 1 + o_b, mask=o_b < B, other=T + 1)
         i_b = tl.minimum(tl.sum((b_end <= i_t).to(tl.int32), 0), B - 1)
-        position = tl.load(places.lengths + i_b) - tl.load(places.cu_seqlens + 1 + i_b).to(tl.int32) + i_t
+        position = tl.load(lengths + i_b) - tl.load(cu_seqlens + 1 + i_b).to(tl.int32) + i_t
     if (position < 0) | (position >= capacity):
         return
     if PAGE is None:
         i_place, slot = i_b, position
     else:
-        i_place, slot = tl.load(places.pages + tl.cast(i_b, tl.int64) * n_pages + position // PAGE), position % PAGE
+        i_place, slot = tl.load(pages + tl.cast(i_b, tl.int64) * n_pages + position // PAGE), position % PAGE
         if i_place < 0:
             return
     move(new_k, k, i_row, i_t, i_place, slot, H_kv, HEADS, COLUMNS)
@@ -94,19 +81,19 @@ def write(
     new_k, new_v = (x if x.stride(-1) == 1 else x.contiguous() for x in (new_k, new_v))
     with torch.cuda.device_of(k):
         write_kernel[(rows * T,)](
-            *(Rows(x, x.stride(0), x.stride(1), x.stride(2), D) for x in (k, v, new_k, new_v)),
-            Places(lengths, pages, cu_seqlens),
+            *(CacheRows(x, x.stride(0), x.stride(1), x.stride(2), D) for x in (k, v, new_k, new_v)),
+            lengths,
+            pages,
+            cu_seqlens,
             T,
             H_kv,
             B,
             k.shape[2] * (1 if pages is None else pages.shape[1]),
             None if pages is None else pages.stride(0),
             PAGE=None if pages is None else k.shape[2],
-            TILE=Tile(
-                triton.next_power_of_2(H_kv),
-                triton.next_power_of_2(D),
-                None if cu_seqlens is None else triton.next_power_of_2(B),
-            ),
+            HEADS=triton.next_power_of_2(H_kv),
+            COLUMNS=triton.next_power_of_2(D),
+            SEQUENCES=None if cu_seqlens is None else triton.next_power_of_2(B),
             num_warps=4,
             enable_fp_fusion=True,
         )
