@@ -77,13 +77,8 @@ def in_python(option: Option) -> str:
     """An Option in Python: name="flash", window=16."""
     if option.name in PHRASES:
         return PHRASES[option.name]
-    name = option.name.rpartition(".")[2]
-    return f"{'name' if name == 'attention' else name}={quoted(option.value)}"
-
-
-def quoted(value: object) -> str:
-    """A value in Python, with double quotes around text."""
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    name, value = option.name.rpartition(".")[2], option.value
+    return f"{'name' if name == 'attention' else name}=" + (f'"{value}"' if isinstance(value, str) else repr(value))
 
 
 def listed(names: list[str]) -> tuple[str, list[Option]]:

@@ -36,9 +36,7 @@ def attend_once(attend: Attention, shape: AttentionShape, chosen: Option, instea
                 key = DropoutKey(0, 0, 0, 0)
                 out = attend(q, k, k, score=score, layout=layout, dropout_key=key, tensors=tensors).out
                 out.sum().backward()
-        except UnsupportedAttention:
-            raise
-        except torch.OutOfMemoryError:
+        except (UnsupportedAttention, torch.OutOfMemoryError):
             raise
         except REFUSALS as error:
             why = str(error).partition("\n")[0].rstrip(". ")

@@ -29,7 +29,7 @@ from ..formula.call import visible_distances
 from ..formula.derivative import derivatives
 from ..formula.graph import Node, is_number, leaf, topological
 from ..formula.hoist import steps_of
-from ..formula.parse import show
+from ..formula.parse import INFIX, show
 from ..formula.plan import Plan, placeholder, plan
 from ..gpu import ALIGNMENT, INTERPRET, constant_when_compiled
 from ..layout import Layout
@@ -317,18 +317,7 @@ class Writer:
         return f"tl.load({text}).to(tl.float32)"
 
 
-SIGNS = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "lt": "<",
-    "le": "<=",
-    "eq": "==",
-    "ne": "!=",
-    "and": "&",
-    "or": "|",
-}
+SIGNS = {op: sign for op, (sign, _) in INFIX.items()} | {"and": "&", "or": "|"}
 
 
 def kernel_inputs(call: KernelCall, T: int, S: int, layout: Layout | None = None) -> Inputs:

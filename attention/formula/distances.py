@@ -7,52 +7,43 @@ Each row's gradients sum to zero, but only up to rounding, which that sum multip
 from __future__ import annotations
 
 from functools import reduce
-from typing import NamedTuple
 
 from . import operations as ops
 from .graph import Node, is_number, leaf, number, topological
-
-
-class Product(NamedTuple):
-    """The product of a number, of numbers that are the same for a head, and of a whole number."""
-
-    times: float
-    heads: tuple[Node, ...]
-    whole: Node
+from .parse import show
 
 
 def joined(x: Node) -> Node:
     """x with its distances whole."""
-    change: dict[Node, Node] = {}
-    for y in topological([x]):
-        args = tuple(change[z] for z in y.args)
-        y_new = y if args == y.args else ops.combine(y, args)
-        change[y] = join_terms(y_new) if y_new.op in ("add", "sub") and y_new.kind == "real" else y_new
-    return change[x]
+    return ops.rebuild(x, {}, join_terms)
 
 
 def join_terms(x: Node) -> Node:
-    """A sum with the distances among its terms whole."""
+    """A real sum with the distances among its terms whole; other nodes as they are."""
+    if x.op not in ("add", "sub") or x.kind != "real":
+        return x
     rest: list[Node] = []
-    groups: dict[tuple[float | Node, ...], list[tuple[Node, Product]]] = {}
+    groups: dict[Node, list[tuple[Node, Node]]] = {}  # a factor -> its terms, and their integers
     for term in terms(x):
-        p = product(term)
-        if p is None:
+        if (found := product(term)) is None:
             rest.append(term)
         else:
-            groups.setdefault((abs(p.times), *sorted(p.heads, key=id)), []).append((term, p))
-    found = [group for group in groups.values() if is_apart([p for _, p in group])]
-    if not found:
+            groups.setdefault(found[0], []).append((term, found[1]))
+    distances: dict[Node, Node] = {}
+    for factor, group in groups.items():
+        integer = reduce(ops.add, (y for _, y in group))
+        if is_distance(integer) and not all(is_distance(y) for _, y in group):
+            distances[factor] = integer
+        else:
+            rest += (term for term, _ in group)
+    if not distances:
         return x
-    rest += [term for group in groups.values() if group not in found for term, _ in group]
     result = reduce(ops.add, rest, number(0.0))
-    for group in found:
-        times, heads, _ = group[0][1]
-        factor = ops.multiply(abs(times), reduce(ops.multiply, heads))
-        whole = signed_sum([p for _, p in group])
-        negative = ops.linear(whole)[0][leaf("i")] < 0
-        term = ops.multiply(factor, ops.negate(whole) if negative else whole)
-        result = ops.subtract(result, term) if negative else ops.add(result, term)
+    for factor, integer in distances.items():
+        if ops.linear(integer)[0][leaf("i")] < 0:
+            result = ops.subtract(result, ops.multiply(factor, ops.negate(integer)))
+        else:
+            result = ops.add(result, ops.multiply(factor, integer))
     return result
 
 
@@ -68,9 +59,9 @@ def terms(x: Node) -> list[Node]:
     return [x]
 
 
-def product(x: Node) -> Product | None:
-    """x as a Product with a tensor's number in it; None where it is none."""
-    times, heads, wholes, waiting = 1.0, [], [], [x]
+def product(x: Node) -> tuple[Node, Node] | None:
+    """(a number of a head, read from tensors, an integer) whose product is x; None where there are none."""
+    times, heads, integers, waiting = 1.0, [], [], [x]
     while waiting:
         y = waiting.pop()
         if y.op == "mul":
@@ -81,26 +72,17 @@ def product(x: Node) -> Product | None:
         elif is_number(y):
             times *= y.value
         elif y.op == "real":
-            wholes.append(y.args[0])
+            integers.append(y.args[0])
         else:
             heads.append(y)
     reads = any(y.op == "load" for y in topological(heads))
-    if not reads or len(wholes) != 1 or any(y.deps & {"s", "i", "j", "n"} for y in heads):
+    if not reads or len(integers) != 1 or any(y.deps & {"s", "i", "j", "n"} for y in heads):
         return None
-    return Product(times, tuple(heads), wholes[0])
+    factor = ops.multiply(abs(times), reduce(ops.multiply, sorted(heads, key=show)))
+    return factor, ops.negate(integers[0]) if times < 0 else integers[0]
 
 
-def signed_sum(products: list[Product]) -> Node:
-    """The sum of the whole numbers, of which those of negative products count negatively."""
-    return reduce(ops.add, (ops.negate(p.whole) if p.times < 0 else p.whole for p in products))
-
-
-def is_apart(products: list[Product]) -> bool:
-    """Whether i and j stand in the sum as a distance, but not in each of the products."""
-    return is_distance(signed_sum(products)) and not all(is_distance(p.whole) for p in products)
-
-
-def is_distance(whole: Node) -> bool:
-    """Whether a whole number has i - j as a term, and i and j in no other."""
-    found = ops.linear(whole)[0]
+def is_distance(integer: Node) -> bool:
+    """Whether an integer has i - j as a term, and i and j in no other."""
+    found = ops.linear(integer)[0]
     return leaf("i") in found and found.get(leaf("j")) == -found[leaf("i")]

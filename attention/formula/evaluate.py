@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..gpu import NAMESPACE
 from .graph import Node, topological
+from .operations import COMPARISONS, FUNCTIONS
 
 EXACT = 2**24  # whole numbers up to it are exact in fp32
 
@@ -105,28 +106,12 @@ class Given(NamedTuple):
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
+    **{op: getattr(operator, op) for op in ("add", "sub", "mul", "neg", "floordiv", "mod", *COMPARISONS)},
     "div": operator.truediv,
-    "neg": operator.neg,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "lt": operator.lt,
-    "le": operator.le,
-    "eq": operator.eq,
-    "ne": operator.ne,
     "and": operator.and_,
     "or": operator.or_,
     "not": operator.invert,
-    "exp": torch.exp,
-    "log": torch.log,
-    "sqrt": torch.sqrt,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "abs": torch.abs,
+    **{name: getattr(torch, name) for name in FUNCTIONS},
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .graph import (
@@ -228,7 +229,9 @@ COMPARISONS: dict[str, Callable[[Number, Number], bool]] = {
 
 
 def compare(op: str, a: Operand, b: Operand) -> Node:
-    """Whether a < b ("lt"), a <= b ("le"), a == b ("eq") or a != b ("ne")."""
+    """Whether a < b ("lt"), a <= b ("le"), a == b ("eq"), a != b ("ne"), a > b ("gt") or a >= b ("ge")."""
+    if op in ("gt", "ge"):
+        op, a, b = {"gt": "lt", "ge": "le"}[op], b, a
     x, y = matched(a, b)
     if is_number(x) and is_number(y):
         return truth(COMPARISONS[op](x.value, y.value))
@@ -294,12 +297,37 @@ def unary(op: str, a: Operand) -> Node:
     return make(op, (x,), kind=kind)
 
 
-def rebuild(x: Node, change: dict[Node, Node]) -> Node:
-    """x with nodes replaced by `change`, and simplified again. `change` grows by all nodes of x."""
+# The function that makes the node of an operation, by the operation's name.
+MAKERS: dict[str, Callable[..., Node]] = {
+    "add": add,
+    "sub": subtract,
+    "mul": multiply,
+    "div": divide,
+    "pow": power,
+    "neg": negate,
+    "not": invert,
+    "where": where,
+    "real": real,
+    **{
+        name: partial(function, name)
+        for function, names in (
+            (unary, FUNCTIONS),
+            (compare, COMPARISONS),
+            (both, ("and", "or")),
+            (extreme, ("min", "max")),
+            (whole_division, ("floordiv", "mod")),
+        )
+        for name in names
+    },
+}
+
+
+def rebuild(x: Node, change: dict[Node, Node], last: Callable[[Node], Node] = lambda y: y) -> Node:
+    """x with nodes replaced by `change`, and simplified again, each by `last` too. `change` grows by all nodes of x."""
     for y in topological([x]):
         if y not in change:
             args = tuple(change[z] for z in y.args)
-            change[y] = y if args == y.args else combine(y, args)
+            change[y] = last(y if args == y.args else combine(y, args))
     return change[x]
 
 
@@ -308,24 +336,6 @@ def combine(x: Node, args: tuple[Node, ...]) -> Node:
     match x.op:
         case "load":
             return load(x.value, *args)
-        case "real":
-            return real(*args)
         case "pow":
             return power(args[0], x.value)
-        case "not":
-            return invert(*args)
-        case "where":
-            return where(*args)
-        case "floordiv" | "mod":
-            return whole_division(x.op, *args)
-        case "min" | "max":
-            return extreme(x.op, *args)
-        case "and" | "or":
-            return both(x.op, *args)
-        case op if op in COMPARISONS:
-            return compare(op, *args)
-        case op if op in FUNCTIONS:
-            return unary(op, *args)
-        case "neg":
-            return negate(*args)
-    return {"add": add, "sub": subtract, "mul": multiply, "div": divide}[x.op](*args)
+    return MAKERS[x.op](*args)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NoReturn
 
@@ -18,28 +17,23 @@ DEEPEST = 60  # nested expressions
 # The names of a call's other arguments, which no tensor of a formula can have.
 TAKEN = {"q", "k", "v", "cache", "score", "layout", "scale", "dropout_key", "return_lse", "tensors", "sinks"}
 
-CALLS: dict[str, tuple[int, Callable[..., Node]]] = {
-    **{name: (1, lambda x, name=name: ops.unary(name, x)) for name in ops.FUNCTIONS},
-    "min": (2, lambda a, b: ops.extreme("min", a, b)),
-    "max": (2, lambda a, b: ops.extreme("max", a, b)),
-    "where": (3, ops.where),
+CALLS = {**dict.fromkeys(ops.FUNCTIONS, 1), "min": 2, "max": 2, "where": 3}  # the number of each function's arguments
+BINARY: dict[type[ast.AST], str] = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "div",
+    ast.Pow: "pow",
+    ast.FloorDiv: "floordiv",
+    ast.Mod: "mod",
 }
-BINARY: dict[type[ast.AST], Callable[[Node, Node], Node]] = {
-    ast.Add: ops.add,
-    ast.Sub: ops.subtract,
-    ast.Mult: ops.multiply,
-    ast.Div: ops.divide,
-    ast.Pow: ops.power,
-    ast.FloorDiv: lambda a, b: ops.whole_division("floordiv", a, b),
-    ast.Mod: lambda a, b: ops.whole_division("mod", a, b),
-}
-COMPARE: dict[type[ast.AST], Callable[[Node, Node], Node]] = {
-    ast.Lt: lambda a, b: ops.compare("lt", a, b),
-    ast.LtE: lambda a, b: ops.compare("le", a, b),
-    ast.Gt: lambda a, b: ops.compare("lt", b, a),
-    ast.GtE: lambda a, b: ops.compare("le", b, a),
-    ast.Eq: lambda a, b: ops.compare("eq", a, b),
-    ast.NotEq: lambda a, b: ops.compare("ne", a, b),
+COMPARE: dict[type[ast.AST], str] = {
+    ast.Lt: "lt",
+    ast.LtE: "le",
+    ast.Gt: "gt",
+    ast.GtE: "ge",
+    ast.Eq: "eq",
+    ast.NotEq: "ne",
 }
 
 
@@ -111,7 +105,7 @@ class Reader:
             case ast.Name():  # a tensor without dimensions
                 return ops.load(self.tensor(x))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
-                return BINARY[type(op)](self.read(left, depth), self.read(right, depth))
+                return ops.MAKERS[BINARY[type(op)]](self.read(left, depth), self.read(right, depth))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return ops.negate(self.read(operand, depth))
             case ast.UnaryOp(op=ast.UAdd(), operand=operand):
@@ -123,7 +117,9 @@ class Reader:
                 return self.joined(name, [self.read(y, depth) for y in values])
             case ast.Compare(left=left, ops=signs, comparators=rights) if all(type(y) in COMPARE for y in signs):
                 sides = [self.read(y, depth) for y in (left, *rights)]
-                return self.joined("and", [COMPARE[type(sign)](*sides[n : n + 2]) for n, sign in enumerate(signs)])
+                return self.joined(
+                    "and", [ops.compare(COMPARE[type(sign)], *sides[n : n + 2]) for n, sign in enumerate(signs)]
+                )
             case ast.IfExp(test=test, body=body, orelse=other):
                 return ops.where(self.read(test, depth), self.read(body, depth), self.read(other, depth))
             case ast.Call(func=ast.Name() as called, args=args, keywords=[]):
@@ -145,10 +141,9 @@ class Reader:
     def call(self, x: ast.Call, called: ast.Name, args: list[Node]) -> Node:
         if called.id not in CALLS:
             self.refuse(f"has no function {called.id}; there are {', '.join(sorted(CALLS))}", called)
-        count, function = CALLS[called.id]
-        if len(args) != count:
-            self.refuse(f"calls {called.id} with {len(args)} arguments instead of {count}", x)
-        return function(*args)
+        if len(args) != CALLS[called.id]:
+            self.refuse(f"calls {called.id} with {len(args)} arguments instead of {CALLS[called.id]}", x)
+        return ops.MAKERS[called.id](*args)
 
     def tensor(self, named: ast.Name) -> str:
         """The name of a tensor. Refuses names that no tensor can have."""

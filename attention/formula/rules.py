@@ -96,10 +96,10 @@ def probe(text: str, causal: bool, window: int | None) -> None:
     The formula is tried for a few tokens, scores from -8 to 8, and tensors filled with several constants.
     """
     reach = Reach((0, PROBED - 1), (0, PROBED - 1), causal, window, heads=2)
-    sizes = least_sizes(text, reach)
+    sizes, (low, high) = least_sizes(text, reach), reach.distance()
     steps, positions = steps_of(text, causal, window), torch.arange(PROBED)
     n = (positions + 1).clamp(max=window or PROBED) if causal else torch.full_like(positions, PROBED)
-    place = Place((1, 2, PROBED, PROBED), positions.device, positions, positions, n, 0, 0, reach_of(reach))
+    place = Place((1, 2, PROBED, PROBED), positions.device, positions, positions, n, 0, 0, (int(low), int(high)))
     distance = positions[:, None] - positions
     seen = (distance >= place.distances[0]) & (distance <= place.distances[1])
     s = torch.linspace(-8, 8, 2 * PROBED**2, dtype=torch.float64).view(1, 2, PROBED, PROBED) * steps.scale
@@ -116,9 +116,3 @@ def probe(text: str, causal: bool, window: int | None) -> None:
     assert worst is not None
     i, j = worst[0].tolist()
     raise FormulaError(f"{{}} has no finite value for the query at position {i} and the key at {j}.", FORMULA)
-
-
-def reach_of(reach: Reach) -> tuple[int, int]:
-    """The lowest and the highest distance of a call with known positions."""
-    low, high = reach.distance()
-    return int(low), int(high)

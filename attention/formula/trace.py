@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..errors import FormulaError, Option
@@ -49,10 +50,9 @@ def of(x: Any) -> Node:
 
 def called(name: str, *args: Any) -> Traced:
     """A function of formulas, called with traced expressions and numbers."""
-    count, function = CALLS[name]
-    if len(args) != count:
-        raise Mistake(f"{name} takes {count} arguments, not {len(args)}")
-    return Traced(function(*map(of, args)))
+    if len(args) != CALLS[name]:
+        raise Mistake(f"{name} takes {CALLS[name]} arguments, not {len(args)}")
+    return Traced(ops.MAKERS[name](*map(of, args)))
 
 
 def _operator(function: Callable[..., Node], swapped: bool = False) -> Callable[..., Traced]:
@@ -63,25 +63,14 @@ def _operator(function: Callable[..., Node], swapped: bool = False) -> Callable[
     return method
 
 
-for _name, _function in {
-    "add": ops.add,
-    "sub": ops.subtract,
-    "mul": ops.multiply,
-    "truediv": ops.divide,
-    "pow": ops.power,
-    "floordiv": lambda a, b: ops.whole_division("floordiv", a, b),
-    "mod": lambda a, b: ops.whole_division("mod", a, b),
-    "and": lambda a, b: ops.both("and", a, b),
-    "or": lambda a, b: ops.both("or", a, b),
-}.items():
+for _name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod", "and", "or"):
+    _function = ops.MAKERS["div" if _name == "truediv" else _name]
     setattr(Traced, f"__{_name}__", _operator(_function))
     setattr(Traced, f"__r{_name}__", _operator(_function, swapped=True))
-for _name in ("lt", "le", "eq", "ne"):
-    setattr(Traced, f"__{_name}__", _operator(lambda a, b, name=_name: ops.compare(name, a, b)))
-for _name, _same in {"gt": "lt", "ge": "le"}.items():
-    setattr(Traced, f"__{_name}__", _operator(lambda a, b, name=_same: ops.compare(name, b, a)))
-for _name, _unary in {"neg": ops.negate, "invert": ops.invert, "abs": lambda x: ops.unary("abs", x)}.items():
-    setattr(Traced, f"__{_name}__", _operator(_unary))
+for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
+    setattr(Traced, f"__{_name}__", _operator(partial(ops.compare, _name)))
+for _name, _same in {"neg": "neg", "invert": "not", "abs": "abs"}.items():
+    setattr(Traced, f"__{_name}__", _operator(ops.MAKERS[_same]))
 
 
 class Tensor:
