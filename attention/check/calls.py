@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from .. import DropoutKey, Layout, Score, keep_mask
-from .formula import Problem
+from ..formula.parse import parse
+from ..formula.plan import has_steps
+from .formula import Change, Problem
 
 # The features of scores and layouts that the formula knows.
-KNOWN_FEATURES = frozenset({"full", "window", "soft_cap", "alibi", "sinks", "documents", "offsets"})
+KNOWN_FEATURES = frozenset({"full", "window", "soft_cap", "alibi", "sinks", "documents", "offsets", "formula"})
 
 
 def problem_of(
@@ -31,26 +33,30 @@ def problem_of(
     """A function that gives the problem of some query heads, for q (B, H, T, D) and k (B, H_kv, S, D).
 
     dropout  the probability of dropping a weight; it counts only with a dropout_key
-    tensors  slopes (H,) and sinks (H,), where the score needs them
+    tensors  slopes (H,) and sinks (H,), where the score needs them, and those of its formula
 
     Raises NotImplementedError for a score or a layout that the judge's formula does not know.
     """
     unknown = (score.features().keys() | layout.features().keys()) - KNOWN_FEATURES
-    if score.formula is not None:  # no feature where it only multiplies s
-        unknown |= {"formula"}
     if unknown:
         raise NotImplementedError(f"the judge does not know {', '.join(sorted(unknown))}")
+    if score.formula is not None and has_steps(parse(str(score.formula))):
+        raise NotImplementedError("its formula compares s, and rounding decides on which side a score falls")
     B, _, T, D = q.shape
     S = k.shape[2]
     given, threshold = tensors or {}, round(256 * dropout) if dropout_key is not None else 0
     if isinstance(dropout_key, Tensor):  # packed
         dropout_key = DropoutKey(*dropout_key.unbind())
-    seen, distance = visible(score, layout, B, T, S, q.device)
+    seen, i, j = visible(score, layout, B, T, S, q.device)
 
     def problem(heads: slice) -> Problem:
-        shift = keep = None
+        shift = keep = change = None
         if score.alibi:
-            shift = -given["slopes"][heads].double()[:, None, None] * distance
+            shift = -given["slopes"][heads].double()[:, None, None] * (i - j)
+        if score.formula is not None:
+            of_options = [tensor.name for tensor in score.head_tensors]
+            named = {name: given[name] for name in score.tensors() if name not in of_options}
+            change = change_of(score.formula, B, seen, i, j, heads, named)
         if threshold and dropout_key is not None:
             key = replace(dropout_key, first_head=dropout_key.first_head + heads.start)
             keep = keep_mask(key, dropout, B, heads.stop - heads.start, T, S, device=q.device)
@@ -62,13 +68,31 @@ def problem_of(
             sinks=given["sinks"][heads] if score.sinks else None,
             keep=keep,
             keep_scale=256 / (256 - threshold),
+            change=change,
         )
 
     return problem
 
 
-def visible(score: Score, layout: Layout, B: int, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Whether queries see keys, (B or 1, 1, T, S) bool, and their distance (T, S)."""
+def change_of(
+    text: str, B: int, seen: Tensor, i: Tensor, j: Tensor, heads: slice, tensors: dict[str, Tensor]
+) -> Change:
+    """The change of some heads' scores by a formula. Pairs that are not seen have the position of their query twice."""
+    i = i.clamp(min=0)
+    leaves = {
+        "i": i,
+        "j": torch.where(seen, j, i),
+        "h": torch.arange(heads.start, heads.stop, device=seen.device)[:, None, None],
+        "b": torch.arange(B, device=seen.device)[:, None, None, None],
+        "n": seen.sum(dim=-1, keepdim=True).clamp(min=1),
+    }
+    return Change(text, leaves, seen, tensors)
+
+
+def visible(
+    score: Score, layout: Layout, B: int, T: int, S: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Whether queries see keys, (B or 1, 1, T, S) bool, and their positions (T, 1) and (S,)."""
     first = layout.k_start + S - T if layout.q_start is None else layout.q_start
     i = torch.arange(first, first + T, device=device)[:, None]
     j = torch.arange(layout.k_start, layout.k_start + S, device=device)
@@ -83,4 +107,4 @@ def visible(score: Score, layout: Layout, B: int, T: int, S: int, device: torch.
         of_query = starts[:, i[:, 0].clamp(0, starts.shape[1] - 1)]
         same = of_query[:, :, None] == starts[:, None, j]
         seen = seen & (same & known[:, None]).unsqueeze(1)
-    return seen, i - j
+    return seen, i, j

@@ -1,6 +1,7 @@
 """An independent formula for attention and its backward pass, and the rounding to expect of each result.
 
     s   = c tanh(scale q k^T / c) + shift,  -inf where the query does not see the key        raw = scale q k^T
+    s   = formula(raw, i, j, ...)           of a score by formula: `Change`
     p   = exp(s) / (exp(sink) + sum of exp(s))                         out = dropout(p) v
     dS  = P (dP - delta),  delta = rowsum(dP P)                        Dao 2023, "FlashAttention-2", algorithm 2
 
@@ -10,14 +11,101 @@ shows the error of rounding alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..formula.derivative import derivatives
+from ..formula.evaluate import Given, full_index, program, run, sum_of_entries
+from ..formula.graph import Node, leaf, topological
+from ..formula.parse import parse
+
 # The formula rounds a sum once. An implementation may round it several times, because it rescales or adds tile by tile.
 SEVERAL = 64.0
+FURTHEST = 2.0  # scores after rounding, in expected errors
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks", "dbias")
+
+
+class Changed(NamedTuple):
+    """Scores by a formula.
+
+    s, slope  the scores, and their derivatives by the raw ones, (B, H, T, S)
+    entries   for each tensor's entry that a score reads: the tensor's name, the entry's indices, and the derivative of
+              the score by it, (B, H, T, S)
+    """
+
+    s: Tensor
+    slope: Tensor
+    entries: list[tuple[str, list[Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A score by formula (docs/formulas.md). Its text is evaluated as it stands; derivatives are those of autograd.
+
+    leaves   i, j, h, b and n, whole numbers that broadcast to (B, H, T, S), with a value for every pair
+    seen     (B or 1, 1, T, S) bool: whether the query sees the key; elsewhere derivatives are 0
+    tensors  by name
+    """
+
+    text: str
+    leaves: dict[str, Tensor]
+    seen: Tensor
+    tensors: dict[str, Tensor]
+
+    def keys_reversed(self) -> Change:
+        """The same with its keys in reverse order."""
+        return replace(self, leaves=self.leaves | {"j": self.leaves["j"].flip(-1)}, seen=self.seen.flip(-1))
+
+    def run(self, nodes: Sequence[Node], raw: Tensor) -> tuple[list[Any], list[Any], list[Any]]:
+        """The values of nodes, s, and the entries that were read with their names and indices, each for every pair."""
+        s, read = raw.detach().requires_grad_(), list[Any]()
+        leaves = {name: x.expand(raw.shape) for name, x in self.leaves.items()}
+
+        def load(name: str, _: Any, index: list[Any]) -> Tensor:
+            x = self.tensors[name].detach().to(raw.dtype)
+            places = [y.expand(raw.shape) for y in full_index(x, index, leaves["b"])]
+            entry = x[tuple(places)].expand(raw.shape).clone().requires_grad_()
+            read.append((name, places, entry))
+            return entry
+
+        with torch.enable_grad():
+            return run(program(nodes), Given(leaves | {"s": s}, raw.dtype, [], [], load)), [s], read
+
+    def at(self, raw: Tensor) -> Changed:
+        """The scores and derivatives for raw scores (B, H, T, S), in their precision."""
+        (value,), leaves, read = self.run([parse(self.text)], raw)
+        wanted = [*leaves, *(entry for *_, entry in read)]
+        with torch.enable_grad():
+            found = torch.autograd.grad(value.sum(), wanted, materialize_grads=True)
+        slope, *weights = (torch.where(self.seen, x, 0.0) for x in found)
+        names = [(name, places) for name, places, _ in read]
+        return Changed(value.detach(), slope, [(*name, x) for name, x in zip(names, weights, strict=True)])
+
+    def summed(self, changed: Changed, terms: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The tensors' gradients, by name, in fp64: the sums of terms (B, H, T, S) at the entries of `changed`."""
+        total = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in self.tensors.items()}
+        for (name, places, _), x in zip(changed.entries, terms, strict=True):
+            total[name] += sum_of_entries(x.contiguous(), places, total[name].shape)
+        return {name: torch.atleast_1d(x) for name, x in total.items()}
+
+    def noise(self, raw: Tensor) -> tuple[Tensor, Tensor]:
+        """The variances of the scores and of their slopes by the rounding of every operation, in units of rounding."""
+        root = parse(self.text)
+        (slope,) = derivatives(root, [leaf("s")])
+        value, of_slope = (self._noise_of(x, raw) for x in (root, slope))
+        return value, of_slope
+
+    def _noise_of(self, root: Node, raw: Tensor) -> Tensor:
+        nodes = [x for x in topological([root]) if x.args and x.kind == "real" and x.op not in ("load", "real")]
+        values, _, _ = self.run([*nodes, *derivatives(root, nodes)], raw)
+        total = torch.zeros_like(raw)
+        for x, weight in zip(values[: len(nodes)], values[len(nodes) :], strict=True):
+            total += torch.as_tensor(x * weight).detach().nan_to_num(0.0, 0.0, 0.0) ** 2
+        return torch.where(self.seen, total, 0.0)
 
 
 @dataclass(frozen=True)
@@ -32,6 +120,7 @@ class Problem:
     sinks       (H,), or None
     keep        (B, H, T, S) bool: the weights that dropout keeps; None: all
     keep_scale  the factor of kept weights
+    change      of the scores by a formula, or None
     """
 
     scale: float
@@ -42,6 +131,7 @@ class Problem:
     sinks: Tensor | None = None
     keep: Tensor | None = None
     keep_scale: float = 1.0
+    change: Change | None = None
 
     def keys_reversed(self) -> Problem:
         """The problem with its keys in reverse order, which changes only the order of sums."""
@@ -51,7 +141,9 @@ class Problem:
 
         seen = flip(self.seen)
         assert seen is not None
-        return replace(self, seen=seen, shift=flip(self.shift), bias=flip(self.bias), keep=flip(self.keep))
+        change = self.change and self.change.keys_reversed()
+        flipped = {name: flip(getattr(self, name)) for name in ("shift", "bias", "keep")}
+        return replace(self, seen=seen, change=change, **flipped)
 
 
 @dataclass(frozen=True)
@@ -64,7 +156,9 @@ class Passes:
     dp, delta  the gradient of p, and sum(dp p), (B, H, T, 1)
     ds, draw   gradients of the changed and of the raw scores
     parts      dk and dv of each query head, (B, H, S, D)
-    results    by the names of RESULTS: out, dq (B, H, T, D); dk, dv (B, H_kv, S, D); lse (B, H, T); dsinks (H,); dbias
+    results    by the names of RESULTS: out, dq (B, H, T, D); dk, dv (B, H_kv, S, D); lse (B, H, T); dsinks (H,); dbias;
+               and the gradient of each tensor of a formula, such as d(bias)
+    changed    by a formula
     """
 
     raw: Tensor
@@ -79,6 +173,7 @@ class Passes:
     draw: Tensor
     parts: dict[str, Tensor]
     results: dict[str, Tensor]
+    changed: Changed | None = None
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
@@ -95,7 +190,10 @@ def evaluate(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem) -> P
     dtype, wide = q.dtype, accumulated(q.dtype)
     k, v = (x.repeat_interleave(H // H_kv, dim=1) for x in (k, v))
     raw = s = (q * problem.scale) @ k.mT  # scaled first: fp16 then holds every score it can
-    tanh = None
+    tanh = changed = None
+    if problem.change is not None:
+        changed = problem.change.at(s.to(wide))
+        s = changed.s
     if problem.soft_cap is not None:
         tanh = torch.tanh(s.to(wide) / problem.soft_cap)
         s = problem.soft_cap * tanh
@@ -117,7 +215,8 @@ def evaluate(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem) -> P
         dp = torch.where(problem.keep, dp * problem.keep_scale, 0.0)
     delta = (dp * p).sum(dim=-1, keepdim=True)
     ds = p * (dp - delta)
-    draw = (ds if tanh is None else ds * (1 - tanh * tanh)).to(dtype)
+    slope = 1.0 if tanh is None else 1 - tanh * tanh
+    draw = (ds * (slope if changed is None else changed.slope)).to(dtype)
     dk, dv = problem.scale * (draw.mT @ q), kept.to(dtype).mT @ do
     results = {
         "out": out,
@@ -130,7 +229,10 @@ def evaluate(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem) -> P
         results["dsinks"] = -(p_sink * delta).sum(dim=(0, 2, 3))
     if problem.bias is not None:
         results["dbias"] = ds.sum_to_size(problem.bias.shape)
-    return Passes(raw, s, tanh, p, kept, p_sink, dp, delta, ds, draw, {"dk": dk, "dv": dv}, results)
+    if problem.change is not None and changed is not None:
+        summed = problem.change.summed(changed, [ds * weight for *_, weight in changed.entries])
+        results |= {f"d({name})": x for name, x in summed.items()}
+    return Passes(raw, s, tanh, p, kept, p_sink, dp, delta, ds, draw, {"dk": dk, "dv": dv}, results, changed)
 
 
 def expected_rounding(
@@ -158,14 +260,20 @@ def expected_rounding(
     k, v = (x.repeat_interleave(H // H_kv, dim=1) for x in (k, v))
     p, kept, ds, out = exact.p, exact.kept, exact.ds, exact.results["out"]
     slope = torch.ones_like(p) if exact.tanh is None else 1 - exact.tanh**2
+    change, changed = problem.change, exact.changed
+    value_noise: Tensor | float = 0.0
+    slope_noise: Tensor | float = 0.0
+    if change is not None and changed is not None:
+        slope, (value_noise, slope_noise) = changed.slope, change.noise(exact.raw)
     sees = problem.seen.any(dim=-1, keepdim=True)
     scale2, k2, v2, q2, do2 = problem.scale**2, k * k, v * v, q * q, do * do
 
     # Errors of scores are relative errors of exp(s); beyond 1 a weight is simply wrong.
     chain = sums * (1 + q.shape[-1] / 8)  # a sum over D, term by term
     terms, s2 = scale2 * (q2 @ k2.mT), exact.s.masked_fill(~problem.seen, 0.0) ** 2
-    var_raw = (1 + chain) * terms + exact.raw**2 + tiny
-    var_s = slope**2 * var_raw + sums * (1 + s2)
+    # The factors of a formula may be rounded with the queries.
+    var_raw = (1 + (change is not None) + chain) * terms + exact.raw**2 + tiny
+    var_s = slope**2 * var_raw + sums * (1 + s2 + value_noise)
     var_s = torch.where(problem.seen, var_s, 0.0).clamp(max=1 / u**2)
     common = (p * p * var_s).sum(dim=-1, keepdim=True)  # of a row's sum of exponentials
     var_p = (var_s * (1 - 2 * p) + common).clamp(min=0)  # relative
@@ -187,6 +295,11 @@ def expected_rounding(
     var_draw = slope**2 * var_ds + stored
     if exact.tanh is not None and problem.soft_cap is not None:  # 1 - tanh^2 of scores near the cap cancels
         var_draw = var_draw + (2 * exact.tanh * ds) ** 2 * ((slope / problem.soft_cap) ** 2 * var_raw + sums)
+    shifted: list[Changed] = []
+    if change is not None and changed is not None:  # derivatives at the ends of the scores that rounding may give
+        shifted = [change.at(exact.raw + sign * FURTHEST * u * var_raw.sqrt()) for sign in (-1, 1)]
+        spread = ((shifted[1].slope - shifted[0].slope) / (2 * u)) ** 2
+        var_draw = var_draw + ds * ds * (spread + sums * slope_noise)
     variances = {
         "out": var_out,
         "lse": common + sums * (1 + lse2),
@@ -207,6 +320,17 @@ def expected_rounding(
         variances["dsinks"] = (of_rows.sum(dim=(0, 2, 3)) + exact.results["dsinks"] ** 2).unsqueeze(-1)
     if problem.bias is not None:
         variances["dbias"] = var_ds.sum_to_size(problem.bias.shape) + exact.results["dbias"] ** 2
+    if change is not None and changed is not None:
+        of_entries, sizes = [], []
+        for n, (*_, weight) in enumerate(changed.entries):
+            spread = ((shifted[1].entries[n][2] - shifted[0].entries[n][2]) / (2 * u)) ** 2
+            # An error of delta is shared by a row; at most p w^2 of it reaches the entry that some of its scores read.
+            of_entries.append(weight**2 * (var_ds + p * var_delta) + ds * ds * (spread + sums * weight**2))
+            sizes.append((ds * weight).abs())
+        size = change.summed(changed, sizes)
+        for name, x in change.summed(changed, of_entries).items():
+            x = x + sums * size[name] ** 2 + tiny
+            variances[f"d({name})"] = x.unsqueeze(-1) if x.ndim == 1 else x
     return {name: u * x.mean(dim=-1).sqrt() for name, x in variances.items()}
 
 

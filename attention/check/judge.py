@@ -17,9 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formula import Problem, evaluate, expected_rounding
+from .formula import RESULTS, Problem, evaluate, expected_rounding
 
-LIMITS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsinks": 3.0, "dbias": 3.0}
+LIMITS = {"out": 2.0, "lse": 2.0}
+GRADIENTS_LIMIT = 3.0
+WIDE = ("out", "dq", "dk", "dv", "dbias")  # results in the inputs' precision; the others may be fp32's
 
 
 def least(n: int) -> float:
@@ -57,6 +59,8 @@ class Verdict:
         """The row in words."""
         if self.name == "dsinks":
             return f"head {self.row[0]}"
+        if self.name not in RESULTS:
+            return f"entry {list(self.row)}"
         of = "key" if self.name in ("dk", "dv") else "query"
         return f"sequence {self.row[0]}, head {self.row[1]}, {of} {self.row[2]}"
 
@@ -80,7 +84,7 @@ class Errors(NamedTuple):
         overflows = ~self.formula.isfinite()
         units, formula = units.masked_fill(overflows, 0.0), self.formula.masked_fill(overflows, 0.0)
         formula = (formula / self.expected).masked_fill(formula == 0, 0.0)
-        allowed = LIMITS[name] * max(least(self.elements), formula.max().item())
+        allowed = LIMITS.get(name, GRADIENTS_LIMIT) * max(least(self.elements), formula.max().item())
         worst = int(units.argmax())
         row = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), self.got.shape))
         share, error, other, unit = (x.flatten()[worst].item() for x in (units, self.got, self.formula, self.expected))
@@ -106,44 +110,51 @@ def judge(
     Returns a verdict for each of `got`.
     """
     if isinstance(problem, Problem):
-        judged = [errors(q, k, v, do, problem, got, eps)]
+        parts = [references(q, k, v, do, problem, eps)]
     else:
-        group, judged = q.shape[1] // k.shape[1], []
+        group, parts = q.shape[1] // k.shape[1], []
         for g in range(k.shape[1]):
             one, heads = slice(g, g + 1), slice(g * group, (g + 1) * group)
-            part = {name: None if x is None else cut(name, x, heads, one) for name, x in got.items()}
-            judged.append(errors(q[:, heads], k[:, one], v[:, one], do[:, heads], problem(heads), part, eps))
-    verdicts = []
-    for name in got:
-        parts, dim = [part[name] for part in judged], 0 if name == "dsinks" else 1
-        whole = Errors(
-            torch.cat([part.got for part in parts], dim),
-            torch.cat([part.formula for part in parts], dim),
-            torch.cat([part.expected for part in parts], dim),
-            sum(part.elements for part in parts),
-        )
-        verdicts.append(whole.verdict(name))
-    return verdicts
+            parts.append(references(q[:, heads], k[:, one], v[:, one], do[:, heads], problem(heads), eps))
+    return [joined(name, [part[name] for part in parts]).errors(name, x).verdict(name) for name, x in got.items()]
 
 
-def cut(name: str, x: Tensor, heads: slice, kv_heads: slice) -> Tensor:
-    """The part of a result that belongs to some heads."""
-    if name == "dsinks":
-        return x[heads]
-    return x[:, kv_heads if name in ("dk", "dv") else heads]
+class Reference(NamedTuple):
+    """A result of the formula: in fp64, in the inputs' precision with both orders of the keys, and for each row of it
+    the rounding to expect."""
+
+    exact: Tensor
+    formulas: tuple[Tensor, ...]
+    expected: Tensor
+
+    def errors(self, name: str, x: Tensor | None) -> Errors:
+        """The errors of an implementation's result x."""
+        right, expected = self.exact, self.expected
+        if x is not None and x.dtype is torch.float32 and name not in WIDE:  # of calls in fp64 too
+            rounded = torch.finfo(torch.float32).eps * right.nan_to_num(neginf=0.0).abs()
+            expected = expected + (rounded if right.ndim == expected.ndim else rounded.amax(dim=-1))
+        x = torch.full_like(right, math.nan) if x is None else torch.atleast_1d(x).double()
+        mine = distance(name, x if x.shape == right.shape else torch.full_like(right, math.nan), right)
+        theirs = [distance(name, formula.double(), right) for formula in self.formulas]
+        return Errors(mine, torch.stack(theirs).amax(dim=0), expected, right.numel())
 
 
-def errors(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    problem: Problem,
-    got: Mapping[str, Tensor | None],
-    eps: float | None = None,
-) -> dict[str, Errors]:
-    """The errors of each result's rows."""
-    inputs, result = (q, k, v, do), {}
+def joined(name: str, parts: list[Reference]) -> Reference:
+    """The result of all heads, from that of some heads each: the gradient of a formula's tensor is a sum over them."""
+    exacts, formulas, expected = zip(*parts, strict=True)
+    if name not in RESULTS:
+        total = tuple(torch.stack(order).sum(dim=0) for order in zip(*formulas, strict=True))
+        return Reference(torch.stack(exacts).sum(dim=0), total, torch.stack(expected).square().sum(dim=0).sqrt())
+    dim = 0 if name == "dsinks" else 1
+    of_heads = tuple(torch.cat(order, dim) for order in zip(*formulas, strict=True))
+    return Reference(torch.cat(exacts, dim), of_heads, torch.cat(expected, dim))
+
+
+def references(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem, eps: float | None = None
+) -> dict[str, Reference]:
+    """All results of the formula, by name."""
+    inputs = (q, k, v, do)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False), full_precision_products():
         doubles = q.double(), k.double(), v.double(), do.double()
         exact = evaluate(*doubles, problem)
@@ -151,22 +162,13 @@ def errors(
         # The order of sums is arbitrary: the larger error of two orders counts for the formula.
         backwards = evaluate(q, k.flip(2), v.flip(2), do, problem.keys_reversed()).results
         backwards |= {name: backwards[name].flip(2) for name in ("dk", "dv")}
-        if "dbias" in backwards and backwards["dbias"].shape[-1] > 1:
+        if "dbias" in backwards and problem.bias is not None and backwards["dbias"].shape[-1] > 1:
             backwards["dbias"] = backwards["dbias"].flip(-1)
         formulas = [backwards] if q.dtype is torch.float64 else [backwards, evaluate(*inputs, problem).results]
-        for name, x in got.items():
-            right = exact.results[name]
-            if name in ("lse", "dsinks") and x is not None and x.dtype is torch.float32:  # of calls in fp64 too
-                rounded = torch.finfo(torch.float32).eps * right.nan_to_num(neginf=0.0).abs()
-                expected[name] = expected[name] + rounded
-            mine = distance(
-                name,
-                x.double() if x is not None and x.shape == right.shape else torch.full_like(right, math.nan),
-                right,
-            )
-            theirs = [distance(name, formula[name].double(), right) for formula in formulas]
-            result[name] = Errors(mine, torch.stack(theirs).amax(dim=0), expected[name], right.numel())
-    return result
+    return {
+        name: Reference(right, tuple(results[name] for results in formulas), expected[name])
+        for name, right in exact.results.items()
+    }
 
 
 def distance(name: str, x: Tensor, exact: Tensor) -> Tensor:
@@ -175,7 +177,7 @@ def distance(name: str, x: Tensor, exact: Tensor) -> Tensor:
     if name == "lse":  # for a row that sees no key, implementations return -inf, inf or the lowest number
         same |= exact == -torch.inf
     error = (x - exact).abs().masked_fill(same, 0.0)
-    return error if name in ("lse", "dsinks") else error.nan_to_num(nan=math.inf).amax(dim=-1)
+    return error if name == "lse" or exact.ndim == 1 else error.nan_to_num(nan=math.inf).amax(dim=-1)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from data.errors import first_few
 from recipe.compare.costs import crossovers, points, same_tokens
 from recipe.compare.ranking import Ranked, ranking
 from recipe.compare.sweeps import Sweep
-from recipe.compare.tables import over_seeds
+from recipe.compare.tables import over_seeds, to_lowest
 from recipe.compare.verdict import Outcome, Verdict, outcome_of
 from recipe.wording import listed
 
@@ -35,7 +35,9 @@ def headline(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Headl
         return Headline(f"Trained without a line of the online softmax: {listed(sorted(left_out))}", "none")
     decisive = [verdict for verdict in verdicts if verdict.decisive]
     if decisive or (verdicts and len(sweep.cells) == 1):
-        return parity_headline(decisive or verdicts)
+        parity = parity_headline(decisive or verdicts)
+        lowest = None if all(run.claims_parity for run in sweep.runs) else _lowest(ranking(sweep))
+        return parity if lowest is None else parity._replace(text=f"{parity.text}. {lowest.text}")
     if sweep.axis == "devices":
         return Headline("Throughput over devices", "none")
     if sweep.axis == "seq_len" and not same_tokens(sweep):
@@ -91,10 +93,12 @@ def _lowest(ranked: Sequence[Ranked]) -> Headline | None:
     if all(one.equal for one in others):
         equal = listed([first.name, *(one.name for one in others)])
         return Headline(f"{equal} are equal bit for bit{of_seeds}", "none")
+    second = others[0]
+    by = f"; {second.name} {to_lowest(second)}" if len(others) == 1 and second.interval else ""
     if all(one.higher for one in others):
-        return Headline(f"The lowest {first.kind} loss: {first.name}{of_seeds}", "none")
+        return Headline(f"The lowest {first.kind} loss: {first.name}{of_seeds}{by}", "none")
     near = first_few([first.name, *(one.name for one in others if not one.higher)])
-    return Headline(f"The lowest {first.kind} loss is undecided: {near}{of_seeds}", "open")
+    return Headline(f"The lowest {first.kind} loss is undecided: {near}{of_seeds}{by}", "open")
 
 
 def _no_result(sweep: Sweep) -> Headline:

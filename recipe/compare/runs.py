@@ -113,6 +113,11 @@ class Run:
         return self.option("attention.ablate", "none") != "none"
 
     @property
+    def claims_parity(self) -> bool:
+        """Whether its attention claims to be softmax attention, as that of older versions does."""
+        return self.summary.get("attention_exact") is not False
+
+    @property
     def seed(self) -> int:
         return int(number(self.option("seed")) or 0)
 

@@ -94,7 +94,7 @@ def parity_table(verdicts: Sequence[Verdict], reference: str) -> Table | None:
                 ", ".join(verdict.cell.where) or DASH,
                 verdict.label,
                 verdict.outcome.value,
-                DASH if alone is None else f"{max(alone.errors.values()):.2g}",
+                f"{max(alone.errors.values()):.2g}" if alone and alone.errors else DASH,
                 DASH if probe is None else times(probe.ratio).removesuffix(" times"),
                 EQUAL if equal else DASH if share is None else percent(share),
                 DASH if curve is None or equal else size(curve.largest),
@@ -121,7 +121,7 @@ def _faults(verdict: Verdict) -> list[str]:
     faults = []
     if lost:
         faults.append(f"not finite at step {lost.step:,} with seed {lost.seed}, where {lost.other} is")
-    if alone and not alone.agrees:
+    if alone and alone.agrees is False:
         faults.append(f"attention alone: step {alone.step:,}, {alone.where}")
     if probe and not probe.agrees:
         of = f" of {probe.parameter}" if probe.parameter and probe.measure == "grad_rel_err" else ""

@@ -107,7 +107,8 @@ class Verdict(NamedTuple):
     @property
     def decisive(self) -> bool:
         """Whether a measurement can decide the verdict: a probe, or a curve and the spread between seeds."""
-        return bool(self.not_finite or self.alone or self.probe or (self.curve and self.curve.ratio is not None))
+        alone = self.alone and self.alone.errors
+        return bool(self.not_finite or alone or self.probe or (self.curve and self.curve.ratio is not None))
 
 
 def outcome_of(verdicts: Sequence[Verdict]) -> Outcome | None:

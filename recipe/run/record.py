@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from attention import AttentionShape
+from attention import IMPLEMENTATIONS, AttentionShape
 from model.counting import num_parameters
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
@@ -143,6 +143,7 @@ class Record(NullRecord):
             "message": message,
             "non_finite_step": non_finite_step,
             "attention": trainer.model.attend.name,
+            "attention_exact": IMPLEMENTATIONS[trainer.model.attend.name].exact,
             "attention_path": trainer.model.attend.path(self.origin.shape, trainer.model.seq_len),
             "config": self.origin.config,
             "overrides": self.origin.overrides,

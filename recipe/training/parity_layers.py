@@ -54,24 +54,25 @@ class Worst:
 class Layers:
     """The results of a check of all layers.
 
-    run     in the run's precision, `higher` in the one named by `precision`; None where the attention takes none
+    run     in the run's precision, `higher` in the one named by `precision`; None where nothing was compared
     unseen  what could not be compared, with the reason
     """
 
-    run: Worst = field(default_factory=Worst)
+    run: Worst | None = None
     higher: Worst | None = None
     precision: str | None = None
     unseen: dict[str, str] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, Any]:
-        """As `parity/attention_*` in metrics.jsonl."""
-        metrics: dict[str, Any] = {"parity/attention_error": self.run.share}
-        worst = self.run
+        """As `parity/attention_*` in metrics.jsonl: no number where nothing was compared."""
+        metrics: dict[str, Any] = {}
+        if self.run is not None:
+            metrics["parity/attention_error"] = self.run.share
         if self.higher is not None:
             metrics["parity/attention_error_higher"] = self.higher.share
             metrics["parity/attention_precision"] = self.precision
-            worst = max(self.run, self.higher, key=lambda worst: worst.share)
-        metrics["parity/attention_worst"] = worst.where
+        if seen := [worst for worst in (self.run, self.higher) if worst is not None]:
+            metrics["parity/attention_worst"] = max(seen, key=lambda worst: worst.share).where
         if self.unseen:
             metrics["parity/attention_unseen"] = "; ".join(f"{what} ({why})" for what, why in self.unseen.items())
         return metrics
@@ -91,9 +92,9 @@ def check_layers(model: GPT, batch: Batch, key: DropoutKey | None, dtype: torch.
     key    of the micro-batch's dropout
     dtype  of the run: half precisions use autocast, as in training
     """
-    layers, half = Layers(), dtype in (torch.bfloat16, torch.float16)
+    layers, half, made = Layers(), dtype in (torch.bfloat16, torch.float16), frozenset(model.made_tensors())
     for training in (True, False):
-        listener = cast(Attention, Listener(model.attend, training, layers))
+        listener = cast(Attention, Listener(model.attend, training, layers, made))
         with mode(model, training), torch.no_grad(), torch.autocast(batch.inputs.device.type, dtype, enabled=half):
             model.hidden(batch.inputs, key if training else None, listener, batch.document_starts)
     return layers
@@ -113,8 +114,9 @@ def mode(model: GPT, training: bool) -> Iterator[None]:
 class Listener:
     """Stands in for a model's attention: judges each call, then answers it."""
 
-    def __init__(self, attend: Attention, training: bool, layers: Layers) -> None:
-        self.attend, self.training, self.layers, self.layer = attend, training, layers, 0
+    def __init__(self, attend: Attention, training: bool, layers: Layers, made: frozenset[str]) -> None:
+        """made: the names of tensors that layers make from their input, which have a gradient in training."""
+        self.attend, self.training, self.layers, self.made, self.layer = attend, training, layers, made, 0
         self.name, self.dropout = attend.name, attend.dropout
 
     def __call__(
@@ -139,11 +141,13 @@ class Listener:
         layers, mode = self.layers, "training" if self.training else "evaluation"
         where = f"layer {self.layer}, {mode}, {NAMES[called.q.dtype]}"
         try:
-            for verdict in self.verdicts(called):
-                layers.run.see(verdict, where)
+            of_run = self.verdicts(called)
         except NotImplementedError as error:
             layers.unseen[f"layer {self.layer}"] = str(error)
             return
+        layers.run = layers.run or Worst()
+        for verdict in of_run:
+            layers.run.see(verdict, where)
         higher = torch.float64 if called.q.dtype is torch.float32 else torch.float32
         try:
             precise = called.to(higher)
@@ -165,7 +169,12 @@ class Listener:
             name: x.detach() if isinstance(x, Tensor) else x for name, x in called.tensors.items()
         }
         leaves = {"dq": q, "dk": k, "dv": v}
-        leaves |= {f"d{x.name}": tensors[x.name] for x in called.options["score"].head_tensors if x.learned}
+        of_heads = [x.name for x in called.options["score"].head_tensors]
+        leaves |= {
+            f"d{name}" if name in of_heads else f"d({name})": tensors[name]
+            for name, x in called.tensors.items()
+            if name in self.made or (isinstance(x, Tensor) and x.requires_grad)
+        }
         problem = problem_of(q, k, **called.options, dropout=self.dropout, tensors=tensors)
         got: dict[str, Tensor | None] = {}
         do = called.gradient_of_out(self.layer)

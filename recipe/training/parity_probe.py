@@ -67,8 +67,8 @@ class ParityError(UserError, ValueError):
 
 
 def check_parity(config: ParityConfig, attention: AttentionConfig, shape: AttentionShape) -> None:
-    """Raise ParityError where the reference cannot draw the run's dropout masks, or does not support the model in the
-    run's precision or in the higher one."""
+    """Raise ParityError where the run's attention computes another function, or where the reference cannot draw the
+    run's dropout masks, or does not support the model in the run's precision or in the higher one."""
     if config.every < 0:
         raise ParityError(f"parity.every={config.every} must be a number of steps, or 0 for no probe.")
     if config.reference not in IMPLEMENTATIONS:
@@ -79,6 +79,12 @@ def check_parity(config: ParityConfig, attention: AttentionConfig, shape: Attent
         return
     if not shape.scores:
         raise ParityError("parity.every compares attentions, and model.layers has none; set parity.every=0.")
+    if not IMPLEMENTATIONS[attention.name].exact:
+        raise ParityError(
+            f"parity.every={config.every} would compare attention={attention.name} with softmax attention, which it "
+            "does not claim to be (docs/add-an-attention.md); leave it at 0: compare.py ranks it by loss, and "
+            "gpt-attention check judges it."
+        )
     if attention.dropout > 0 and attention.rng is DropoutRng.torch:
         raise ParityError(
             "parity.every with attention.rng=torch would compare different dropout masks; "

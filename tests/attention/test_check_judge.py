@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from attention import AttentionConfig
+from attention.check.calls import problem_of
 from attention.check.cases import Case, draw, problem
 from attention.check.formula import evaluate, expected_rounding
 from attention.check.judge import judge
 from attention.check.results import results, verdicts
-from tests.attention.reference import published_slopes
+from tests.attention import formulas
+from tests.attention.reference import KEY, published_slopes
 from tests.attention.subjects import CASES, subject_of
 from tests.right_attention import RIGHT
 
@@ -56,6 +59,27 @@ def test_the_formula_and_its_gradients_are_those_of_torchs_attention_and_autogra
     for name, x in zip(("out", "dq", "dk", "dv", "dsinks"), (out, *gradients), strict=False):
         torch.testing.assert_close(exact.results[name], x)
     torch.testing.assert_close(exact.results["lse"], joined.logsumexp(-1))
+
+
+@pytest.mark.parametrize("text", [x for x in formulas.FORMULAS if not x.startswith("where(")])
+def test_scores_by_formula_and_their_gradients_are_pythons_and_autograds(text: str):
+    """Python evaluates the text in fp64, and autograd goes back through it; here also with its keys reversed."""
+    rng = random.Random(text)
+    for kind in ("documents", rng.choice(formulas.KINDS)):
+        drawn = formulas.draw(rng, text, kind, longest=33)
+        q, k, v, do = (x.double() for x in (drawn.q, drawn.k, drawn.v, drawn.do))
+        tensors = drawn.tensors | ({} if drawn.sinks is None else {"sinks": drawn.sinks})
+        call = {"score": drawn.score, "layout": drawn.layout, "dropout_key": KEY, "dropout": drawn.dropout}
+        asked = problem_of(q, k, **call, tensors=tensors)(slice(0, q.shape[1]))
+        torch.set_default_dtype(torch.float64)  # of a number times a position
+        expected = drawn.results(torch.float64, torch.float64)
+        torch.set_default_dtype(torch.float32)
+        backwards = evaluate(q, k.flip(2), v.flip(2), do, asked.keys_reversed()).results
+        backwards |= {name: backwards[name].flip(2) for name in ("dk", "dv")}
+        for name, x in expected.items():
+            name = f"d({name[1:]})" if name[1:] in drawn.tensors else name
+            for found in (evaluate(q, k, v, do, asked).results, backwards):
+                torch.testing.assert_close(found[name], torch.atleast_1d(x), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

@@ -233,3 +233,21 @@ def test_the_table_of_runs_shows_the_settings_that_differ(tmp_path: Path) -> Non
     rows = rows_of(run_table(runs, labels_of(runs), {"1": "lr=1", "2": ""}))
     assert [row["settings"] for row in rows] == ["lr=1", "-"]
     assert rows[1]["status"] == "failed at step 40"
+
+
+def test_attention_of_another_function_is_ranked_by_loss_with_its_interval(tmp_path: Path) -> None:
+    """Its curves are further from naive's than seeds are from each other, which would break parity."""
+    losses = {"naive": (3.5, 3.7, 3.6), "softpick": (3.0, 3.21, 3.1)}
+    for name, of_seeds in losses.items():
+        for seed, loss in enumerate(of_seeds):
+            measured = {"val_loss": loss, "attention_exact": name == "naive"}
+            error = None if name == "naive" else "no_rescaling"
+            write_run(tmp_path / f"{name}{seed}", name, seed, probe_every=0, error=error, summary=measured)
+    expected = stats.ttest_rel(losses["naive"], losses["softpick"]).confidence_interval()
+    interval = f"{expected.low:+.4f} to {expected.high:+.4f}"
+    lowest = f"The lowest validation loss: softpick (3 seeds); naive +0.4967 ({interval})"
+    assert headline_of(tmp_path) == (lowest, "none")
+    write_run(tmp_path / "flash", "flash", 0, error="scale")
+    text, tone = headline_of(tmp_path)
+    assert text.startswith("Parity is broken for flash. The lowest validation loss")
+    assert tone == "broken"

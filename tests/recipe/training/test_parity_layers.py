@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,15 @@ from attention.naive import NaiveAttention
 from data.batches import Batch
 from model.gpt import GPT
 from model.options import GPTConfig
+from model.score import ScoreConfig
 from recipe.compare.layers import alone_worst
 from recipe.compare.runs import find_runs
+from recipe.compare.sweeps import Cell
+from recipe.compare.verdict import Verdict
 from recipe.training import parity_layers as layers
 from recipe.training.parity import summarise, wrong_alone
 from recipe.training.parity_layers import Layers, check_layers, part
-from tests.attention.faults import probed, registered
+from tests.attention.faults import batches, probed, registered
 from tests.recipe.compare.synthetic import write_run
 from tests.right_attention import RIGHT
 from tests.wrong_attention import FAULTS, WRONG, Fault
@@ -74,12 +78,81 @@ def test_correct_attention_is_not_accused(name: str, dtype: str):
     assert found["warned"] is None, found
 
 
-@pytest.mark.parametrize("formula", ["2 * s", "s * log(n + 1)", "s * log(n + 1) - 0.1 * (i - j)"])
-def test_attention_is_not_accused_of_a_formula_that_the_judge_does_not_know(formula: str):
-    found = probed(Fault(AttentionConfig("naive"), Score(formula=formula)), "fp32", count=1)
-    assert found["warned"] is None, found
-    assert found["layers"] == 0.0
-    assert not found["whole_model"]
+def scored(name: str, dtype: torch.dtype, score: ScoreConfig, dropout: float = 0.1, documents: bool = False) -> Layers:
+    """The check of all layers of a small model with this score."""
+    torch.manual_seed(3)
+    attend = build_attention(AttentionConfig(name, dropout=dropout))
+    model = GPT(
+        GPTConfig(n_layers=2, n_heads=4, n_kv_heads=2, n_embd=64), 65, 65, attend, score=score, documents=documents
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)  # a learned tensor begins at 0
+    ((batch, key),) = batches(3, documents, 1)
+    return check_layers(model, batch, key, dtype)
+
+
+BY_FORMULA = {
+    "factor": ScoreConfig(formula="a[h] * s", learned={"a": {"shape": ["h"], "init": 1}}),
+    "one number": ScoreConfig(formula="a * s * log(n + 1)", learned={"a": {"shape": [], "init": 1}}),
+    "bias": ScoreConfig(formula="s + bias[h, min(i - j, 15)]", learned={"bias": ["h", 16]}),
+    "gates": ScoreConfig(formula="s + c[h, i] - c[h, j]", tensors={"c": "model.forget_gate"}),
+    "cap": ScoreConfig(formula="5 * tanh(s / 5) - slope[h] * (i - j)", tensors={"slope": "alibi_slopes"}, sinks=True),
+    "corner": ScoreConfig(formula="max(s, w[h] * s)", learned={"w": {"shape": ["h"], "init": 0.3}}, window=20),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", BY_FORMULA)
+def test_attention_by_formula_is_judged_and_not_accused(name: str, dtype: torch.dtype):
+    found = scored("tiled", dtype, BY_FORMULA[name], documents=name == "bias")
+    assert found.run is not None
+    assert 0 < found.run.share < 1, found
+    assert found.higher is not None
+    assert 0 < found.higher.share < 1, found
+    assert not found.unseen
+
+
+class Changes(NaiveAttention):
+    """Computes with tensors, or returns their gradients, that are 0.2 % too large."""
+
+    name = "changes"
+    fault = ""
+
+    def prepare(self, q, call, S):
+        wrong = {
+            name: x * 1.002 if self.fault == "tensor" else x.detach() + 1.002 * (x - x.detach())
+            for name, x in call.tensors.items()
+        }
+        return super().prepare(q, call._replace(tensors=wrong), S)
+
+
+@pytest.mark.parametrize(
+    ("score", "fault", "result"),
+    [
+        ("bias", "tensor", "out"),
+        ("bias", "gradient", "d(bias)"),
+        ("gates", "gradient", "d(c)"),
+        ("gates", "tensor", "out"),
+    ],
+)
+def test_a_wrong_tensor_or_gradient_of_a_formula_is_caught(score, fault, result, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(attention.IMPLEMENTATIONS, "changes", Changes)
+    monkeypatch.setattr(Changes, "fault", fault)
+    found = scored("changes", torch.bfloat16, BY_FORMULA[score])
+    assert found.higher is not None
+    assert found.higher.share > 10, found
+    assert f": {result} of " in found.higher.where or result == "out"
+
+
+def test_no_number_is_written_where_nothing_was_compared():
+    found = scored("naive", torch.float32, ScoreConfig(formula="where(s < 0, s, 2 * s)"))
+    assert found.metrics() == {
+        "parity/attention_unseen": "; ".join(
+            f"layer {n} (its formula compares s, and rounding decides on which side a score falls)" for n in (0, 1)
+        )
+    }
+    assert wrong_alone(found.metrics()) is None
 
 
 def test_attention_is_judged_with_the_scale_of_the_model():
@@ -90,6 +163,7 @@ def test_attention_is_judged_with_the_scale_of_the_model():
     )
     tokens = torch.randint(65, (2, 17))
     found = check_layers(model, Batch(tokens[:, :-1], tokens[:, 1:]), None, torch.float32)
+    assert found.run is not None
     assert 0 < found.run.share < 1, found
     assert found.higher is not None
     assert found.higher.share < 1, found
@@ -131,6 +205,24 @@ def test_an_error_above_what_rounding_explains_is_wrong():
     assert wrong_alone({}) is None
     found = wrong_alone({"parity/attention_error": 1.36e149, "parity/attention_worst": "layer 1, training, fp64: out"})
     assert found == "layer 1, training, fp64: out is over a billion times as far from fp64 as rounding explains"
+
+
+def test_the_page_claims_nothing_where_nothing_was_compared(tmp_path):
+    folder = write_run(tmp_path / "flash", "flash", 1)
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        for name in [name for name in line if name.startswith("parity/")]:
+            del line[name]
+        line |= {"parity/attention_unseen": "layer 0 (it compares s)"}
+    lines[0] |= {"parity/attention_error": 0.0, "parity/attention_worst": ""}  # as older versions wrote it
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (run,) = find_runs([folder]).runs
+    alone = alone_worst([run])
+    assert alone is not None
+    assert (alone.errors, alone.agrees, alone.unseen) == ({}, None, ("layer 0 (it compares s)",))
+    assert not Verdict("flash", Cell((run,), {run.name: "flash"}), alone=alone).decisive
+    assert summarise(lines) is None
 
 
 def test_the_summary_and_the_report_keep_the_worst_of_every_check(tmp_path):
