@@ -125,9 +125,11 @@ class SelfAttention(nn.Module):
         # Views: an attention takes any strides, so nothing is copied on the way in.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, H_kv, T, D) twice
         tensors = {tensor.name: getattr(self, tensor.name) for tensor in self.score.head_tensors}
+        score = self.score
         if self.formula is not None:
-            tensors |= self.formula(x)
-        given = {"score": self.score, "layout": around.layout, "scale": self.scale, "dropout_key": around.key}
+            score, of_formula = self.formula(x)
+            tensors |= of_formula
+        given = {"score": score, "layout": around.layout, "scale": self.scale, "dropout_key": around.key}
         with labelled("attention"):
             out = around.attend(q, k, v, **given, **tensors).out  # (B, H, T, D)
         out = out.transpose(1, 2)

@@ -394,10 +394,24 @@ def is_biased(score: Score) -> bool:
 
 
 @constant_when_compiled
-def numbers_of_keys(*values: Any) -> int | None:
-    """The index of the input that a formula adds to the scores of each key, if it does only that; values: a Score's."""
+def numbers_of_keys(*values: Any) -> tuple[int, ...]:
+    """The index of the input that a formula adds to the scores of each key, if it does only that; values: a Score's.
+
+    Two of a sum in parts (model/score_tensors.py), s + max(x_i - y_j, -1e9) + z_j: those of z, and of y, which is
+    subtracted.
+    """
     score = Score(*values)
-    return written(score).added if is_biased(score) else None
+    if is_biased(score):
+        return (written(score).added,)  # type: ignore[return-value]
+    p, places = plan_of(score), {placeholder(x): k for k, x in enumerate(plan_of(score).hoisted)}
+    if p.column is None or p.score.op != "add" or p.score.args[0] is not leaf("s") or p.score.args[1].op != "max":
+        return ()
+    difference, least = p.score.args[1].args
+    row, column = (places.get(x) for x in difference.args) if difference.op == "sub" else (None, None)
+    if row is None or column is None or not is_number(least):
+        return ()
+    stages = p.hoisted[row].stage, p.hoisted[column].stage
+    return (p.column, column) if stages == ("row", "column") else ()
 
 
 def sums_of(spec: Spec) -> str | None:

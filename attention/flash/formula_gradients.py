@@ -242,7 +242,7 @@ class Pass:
         q, k, v, do, lse2, delta = saved
         self.call, self.steps, self.q, self.S = call, steps, q, k.shape[2]
         (self.B, self.H, self.T, _), self.device = q.shape, q.device
-        self.mode = kernel_mode(call.spec, q.shape[-1], q.dtype)
+        self.mode = kernel_mode(call.spec, q.shape[-1], q.dtype, call.inputs.horizons is not None)
         # Dropout numbers queries in groups of 16 and keys in groups of 64.
         narrow = q.dtype == torch.float32 or q.shape[-1] > 128
         self.blocks = Blocks(32 if narrow else 64, 64, 4, 1)

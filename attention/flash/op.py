@@ -138,11 +138,13 @@ def horizons(q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, compiling: bool) 
     text = spec.text()
     if spec.score.alibi:
         return (flash_horizons if compiling else run_horizons)(q, k, inputs.slopes, text)
-    column = None if inputs.formula is None else numbers_of_keys(*spec.score.values)
-    if column is None:
+    columns = () if inputs.formula is None else numbers_of_keys(*spec.score.values)
+    if inputs.formula is None or not columns:
         return None
     factors = None if inputs.factors is None else inputs.factors.detach()
-    x = inputs.formula[column].detach()
+    x = inputs.formula[columns[0]].detach()
+    if len(columns) == 2:
+        x = x - inputs.formula[columns[1]].detach()
     return (flash_key_horizons if compiling else run_key_horizons)(q, k, x, factors, text)
 
 

@@ -275,3 +275,22 @@ def test_tiles_that_gates_forget_are_never_read(horizons):
     for head, forgets in enumerate((True, True, False, False)):
         far = (found["out"][:, head, -64:], found["dq"][:, head, -64:], *(found_back[x][:, head, :64] for x in DKDV))
         assert all(x.isnan().any().item() != forgets for x in far), head
+
+
+def test_tiles_that_gates_in_two_parts_forget_are_never_read(horizons):
+    """As above, for a sum that is kept as multiples of 16 and the rest."""
+    q, k, v, _ = (x.to(DEVICE) for x in GATED.tensors(torch.float32))
+    c = forgetting(GATED.S)
+    steps = (c / 16).round() * 16
+    parts = {"c": (c - steps).requires_grad_(), "d": steps}
+    score = Score(formula="s + c[h, i] - c[h, j] + max(d[h, i] - d[h, j], -1e9)")
+    whole = {"c": c.clone().requires_grad_()}
+    attend, v = build_attention(AttentionConfig("flash")), v.clone()
+    out = attend(q, k, v, score=score, tensors=parts).out
+    expected = attend(q, k, v, score=Score(formula="s + c[h, i] - c[h, j]"), tensors=whole).out
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    (found,), (right,) = (torch.autograd.grad(x.sum(), y["c"]) for x, y in ((out, parts), (expected, whole)))
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    v[:, :, :64] = math.nan
+    far = attend(q, k, v, score=score, tensors=parts).out[:, :, -64:]
+    assert far.isnan().any(-1).any(-1)[0].tolist() == [False, False, True, True]

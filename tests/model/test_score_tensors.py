@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from attention import AttentionConfig, ScoreError, build_attention
+from attention import AttentionConfig, Score, ScoreError, build_attention
+from model import score_tensors
 from model.gpt import GPT
 from model.options import GPTConfig
 from model.score import ScoreConfig
+from model.score_tensors import ScoreTensors
 
 SMALL = GPTConfig(n_layers=1, n_heads=2, n_embd=16)
 
@@ -32,6 +36,63 @@ def test_learned_tensors_and_gates_receive_gradients():
         assert added
         assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in added.values())
     assert list(added) == ["h.0.attn.formula.made.c.linear.weight", "h.0.attn.formula.made.c.linear.bias"]
+
+
+GATES = Score(formula="s + c[h, i] - c[h, j]")
+
+
+def gates() -> ScoreTensors:
+    torch.manual_seed(0)
+    return ScoreTensors(GATES, {}, {"c": score_tensors.FORGET_GATE}, channels=4, n_heads=2)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> Tensor:
+    """Causal attention with the gates' sums c (B, H, T), by definition."""
+    s = (q @ k.mT) / q.shape[-1] ** 0.5 + c[..., :, None] - c[..., None, :]
+    return s.masked_fill(~torch.ones_like(s).tril().bool(), -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled"])
+def test_after_a_million_tokens_gates_are_right_to_a_hundred_thousandth(name: str):
+    """The last 40 of 2^20 tokens: each sum is about -700,000, where numbers of fp32 are 0.06 apart."""
+    module, x = gates(), torch.randn(1, 2**20, 4)
+    linear = module.made["c"].linear.double()
+    c = F.logsigmoid(linear(x.double())).cumsum(1).mT[..., -40:].detach().requires_grad_()
+    linear.float()
+    score, tensors = module(x)
+    low, steps = (tensors[name][..., -40:].detach().requires_grad_() for name in ("c", "c_in_steps"))
+    assert c.min() < -600_000
+    gaps = steps[..., 1:] - steps[..., :-1] + (low[..., 1:] - low[..., :-1])
+    torch.testing.assert_close(gaps, c[..., 1:] - c[..., :-1], rtol=0, atol=2e-6, check_dtype=False)
+
+    q, k, v, do = torch.randn(4, 1, 2, 40, 8)
+    out = build_attention(AttentionConfig(name))(q, k, v, score=score, tensors={"c": low, "c_in_steps": steps}).out
+    exact = attended(q.double(), k.double(), v.double(), c)
+    torch.testing.assert_close(out, exact, rtol=0, atol=1e-5, check_dtype=False)
+    (found,), (expected,) = (torch.autograd.grad(*x) for x in ((out, low, do), (exact, c, do.double())))
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-5, check_dtype=False)
+
+
+def test_a_model_computes_with_sums_in_parts_from_some_length_on(monkeypatch: pytest.MonkeyPatch):
+    model = build(ScoreConfig(formula=str(GATES.formula), tensors={"c": score_tensors.FORGET_GATE}))
+    model(tokens(), tokens()).backward()
+    before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    loss = model(tokens(), tokens()).item()
+    monkeypatch.setattr(score_tensors, "LONGEST_SUM", 15)
+    model.zero_grad()
+    in_parts = model(tokens(), tokens())
+    in_parts.backward()
+    after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert in_parts.item() == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(after[-1], before[-1])  # rounded elsewhere: it did take another way
+
+
+@pytest.mark.parametrize("formula", ["s + 2 * (c[h, i] - c[h, j])", "s + c[h, i] - c[h, j] + sin(c[h, j])"])
+def test_other_formulas_of_a_sum_read_it_whole(formula: str):
+    module = ScoreTensors(Score(formula=formula), {}, {"c": score_tensors.FORGET_GATE}, channels=4, n_heads=2)
+    score, named = module(torch.randn(1, 1100, 4))
+    assert (score.formula, set(named)) == (formula, {"c"})
 
 
 def test_alibi_by_formula_is_alibi():
