@@ -20,22 +20,22 @@ FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokeni
 SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Most code tokens of each package; a package within another does not count there again.
 BUDGETS = {
-    "attention/check": 33_000,
+    "attention/check": 34_750,
     "attention/flash": 70_500,
     "attention": 49_900,
     "mixers": 6_350,
-    "model": 23_800,
+    "model": 24_200,
     "data": 18_100,
     "recipe/run": 29_500,
     "recipe/training": 17_500,
     "recipe/distributed": 12_800,
     "recipe/infer": 22_450,
-    "recipe/compare": 32_600,
+    "recipe/compare": 32_650,
     "recipe": 3_100,
     "learn": 9_100,
     "bench": 22_500,
     ".": 6_000,
-    "tests": 256_300,
+    "tests": 257_800,
 }
 MOST_FILES = 334
 MOST_WORDS = 27_360  # of the pages in docs/

@@ -56,7 +56,7 @@ def problem_of(
         if score.formula is not None:
             of_options = [tensor.name for tensor in score.head_tensors]
             named = {name: given[name] for name in score.tensors() if name not in of_options}
-            change = change_of(score.formula, B, seen, i, j, heads, named)
+            change = change_of(str(score.formula), B, seen, i, j, heads, named)
         if threshold and dropout_key is not None:
             key = replace(dropout_key, first_head=dropout_key.first_head + heads.start)
             keep = keep_mask(key, dropout, B, heads.stop - heads.start, T, S, device=q.device)

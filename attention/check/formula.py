@@ -142,8 +142,8 @@ class Problem:
         seen = flip(self.seen)
         assert seen is not None
         change = self.change and self.change.keys_reversed()
-        flipped = {name: flip(getattr(self, name)) for name in ("shift", "bias", "keep")}
-        return replace(self, seen=seen, change=change, **flipped)
+        shift, bias, keep = map(flip, (self.shift, self.bias, self.keep))
+        return replace(self, seen=seen, shift=shift, bias=bias, keep=keep, change=change)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from model import score_tensors
 from model.gpt import GPT
 from model.options import GPTConfig
 from model.score import ScoreConfig
-from model.score_tensors import ScoreTensors
+from model.score_tensors import ForgetGate, ScoreTensors
 
 SMALL = GPTConfig(n_layers=1, n_heads=2, n_embd=16)
 
@@ -56,7 +56,9 @@ def attended(q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> Tensor:
 def test_after_a_million_tokens_gates_are_right_to_a_hundred_thousandth(name: str):
     """The last 40 of 2^20 tokens: each sum is about -700,000, where numbers of fp32 are 0.06 apart."""
     module, x = gates(), torch.randn(1, 2**20, 4)
-    linear = module.made["c"].linear.double()
+    gate = module.made["c"]
+    assert isinstance(gate, ForgetGate)
+    linear = gate.linear.double()
     c = F.logsigmoid(linear(x.double())).cumsum(1).mT[..., -40:].detach().requires_grad_()
     linear.float()
     score, tensors = module(x)
