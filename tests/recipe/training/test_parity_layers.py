@@ -82,9 +82,8 @@ def scored(name: str, dtype: torch.dtype, score: ScoreConfig, dropout: float = 0
     """The check of all layers of a small model with this score."""
     torch.manual_seed(3)
     attend = build_attention(AttentionConfig(name, dropout=dropout))
-    model = GPT(
-        GPTConfig(n_layers=2, n_heads=4, n_kv_heads=2, n_embd=64), 65, 65, attend, score=score, documents=documents
-    )
+    size = GPTConfig(n_layers=1, n_heads=4, n_kv_heads=2, n_embd=64)
+    model = GPT(size, 65, 65, attend, score=score, documents=documents)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)  # a learned tensor begins at 0
