@@ -26,6 +26,7 @@ HEADS = (
     (5, 2, 2),
     (1, 17, 17),
     (1, 40, 8),
+    (1, 48, 2),
     (7, 2, 1),
 )
 UNEQUAL: tuple[tuple[int, int], ...] = (
@@ -40,6 +41,7 @@ UNEQUAL: tuple[tuple[int, int], ...] = (
     (33, 129),
     (64, 65),
     (65, 192),
+    (1, 1030),
 )
 UNEQUAL += ((2, 1), (65, 64), (130, 3), (97, 33), (129, 1))
 WINDOWS = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 100)
@@ -72,7 +74,9 @@ def groups(seed: int) -> dict[str, list[Case]]:
     draws = random.Random(seed)
     single = {
         "lengths": [Case(T=n, S=n, H=2, H_kv=1 + n % 2, causal=n % 3 > 0) for n in LENGTHS],
-        "head sizes": [Case(T=37, S=37, D=n, H=2, H_kv=1 + n % 2, causal=n % 3 > 0) for n in HEAD_SIZES],
+        "head sizes": [
+            Case(T=37, S=37, D=n, B=1 + n // 256, H=2, H_kv=1 + n % 2, causal=n % 3 > 0) for n in HEAD_SIZES
+        ],
         "batch and heads": [
             Case(T=33, S=33, B=B, H=H, H_kv=H_kv, causal=causal) for B, H, H_kv in HEADS for causal in (True, False)
         ],
@@ -112,7 +116,7 @@ def groups(seed: int) -> dict[str, list[Case]]:
             for w in WINDOWS
             for T, S in ((97, 97), (1, 97), (30, 97) if w % 2 else (130, 130))
         ]
-        + [Case(T=T, S=T, window=w) for T in (64, 192) for w in (9, 64, 100)],
+        + [Case(T=T, S=T, window=w) for T in (64, 192) for w in (9, 64, 100, T)],
         "documents": [
             Case(T=sum(lengths), S=sum(lengths), documents=lengths, causal=causal, B=B)
             for lengths in DOCUMENTS
@@ -138,7 +142,8 @@ def groups(seed: int) -> dict[str, list[Case]]:
             Case(T=T, S=S, H=H, H_kv=1, sinks=True, spread=spread)
             for H, spread in ((1, 1.0), (4, 1.0), (4, 10.0))
             for T, S in ((1, 1), (65, 65), (20, 130), (130, 130), (70, 33))
-        ],
+        ]
+        + [Case(T=T, S=T, D=64, H=4, H_kv=1, sinks=True, shift=-120.0) for T in (33, 64)],
         "bias": [
             Case(T=T, S=S, H=H, H_kv=H, bias=True, causal=causal)
             for T, S, H in ((33, 33, 2), (65, 130, 2), (129, 129, 1))

@@ -45,6 +45,7 @@ from attention.naive import NaiveAttention
 from tests.attention.subjects import CASES, subject_of
 from tests.right_attention import RIGHT, KeysBackwards
 from tests.wrong_attention import CORNERS, FAULTS
+from tests.wrong_attention.published import PUBLISHED
 
 CPU = torch.device("cpu")
 PAGE = Path(__file__).parents[2] / "docs" / "check.md"
@@ -701,28 +702,31 @@ def test_a_forgotten_scale_of_dropout_is_called_that():
     assert lines["scale"].detail.startswith("kept weights are not scaled by 1 / (1 - p)")
 
 
-SECTIONS: dict[str, Callable[[Session], Any]] = {**CHECKS, "rate between steps": dropout}
+SECTIONS: dict[str, Callable[[Session], Any]] = {**CHECKS, "rate between steps": dropout, "replay": dropout}
+ALL = groups(0)
+UNUSUAL = {name: (lambda config=config: subject_of(config), line) for name, (config, line) in CORNERS.items()}
+UNUSUAL |= {published.fault: (published.subject, published.line) for published in PUBLISHED}
 
 
-def accused(config: AttentionConfig, line: str) -> bool:
+def accused(subject: Subject, line: str) -> bool:
     """Whether a line of the check that no cases make finds something wrong."""
-    made = SECTIONS[line](session_of(subject_of(config)))
+    made = SECTIONS[line](session_of(subject))
     lines = [made] if isinstance(made, Line) else list(made)
     return any(found.status == "FAIL" for found in lines if found.name == line)
 
 
-@pytest.mark.parametrize("name", CORNERS)
-def test_a_fault_of_unusual_inputs_is_found_in_its_line_where_nothing_right_is_accused(name: str):
-    config, line = CORNERS[name]
-    right = RIGHT["in_steps"]
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_a_fault_of_unusual_inputs_or_of_a_library_is_found_in_its_line_where_nothing_right_is_accused(name: str):
+    make, line = UNUSUAL[name]
+    subject, right = make(), subject_of(RIGHT["in_steps"])
     if line in SECTIONS:
-        assert accused(config, line)
+        assert accused(subject, line)
         assert not accused(right, line)
         return
-    subject = subject_of(config)
-    cases = (case for case in reversed(groups(0)[line]) if subject.supports(case))
+    cases = sorted((case for case in ALL[line] if subject.supports(case)), key=lambda case: case.T * case.S * case.D)
     shown = next(case for case in cases if not worst(subject, case).passes)
-    assert worst(subject_of(right), shown).passes
+    right = right if right.supports(shown) else find("sdpa")
+    assert worst(right, shown).passes
 
 
 SHIFTED = ["tiled in small tiles", "wide", "keys_backwards", "split_keys", "sdpa"]
@@ -736,27 +740,6 @@ def test_shifted_scores_and_unusual_calls_accuse_no_correct_attention(name: str)
     for n, case in enumerate(groups(1)["shifts"][SHIFTED.index(name) :: len(SHIFTED)]):
         if session.subject.supports(case):
             assert worst(session.subject, replace(case, dtype=session.dtypes[n % 2])).passes, case
-
-
-def not_finite_where_half_full(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal=False):
-    """As cuDNN's backward with a mask tensor: dq is not finite where T mod 128 is 64 and scores are low."""
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal)
-    low = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT / q.shape[-1] ** 0.5).amax() < -87
-    if attn_mask is not None and q.shape[2] % 128 == 64 and low:
-        out = out + 0 * (q - q.detach()).sqrt()
-    return out
-
-
-def test_a_mask_tensor_beside_low_scores_is_tried_at_half_full_tiles():
-    subject = find(f"{__name__}:not_finite_where_half_full")
-    found = [v for case in groups(0)["shifts"] for v in verdicts_or_none(subject, case) if not v.passes]
-    assert found
-    assert {v.name for v in found} == {"dq"}
-
-
-def verdicts_or_none(subject: Subject, case: Case) -> list[Verdict]:
-    case = replace(case, H_kv=case.H)
-    return verdicts(subject, case, CPU) if subject.supports(case) else []
 
 
 def test_a_sentence_of_this_library_is_not_cut():

@@ -1,14 +1,14 @@
 """Attention with common mistakes, for tests that have to catch them.
 
-FAULTS has each of them by name, and CORNERS those that only unusual inputs show. A class replaces one step of
-tests/attention_in_steps.py; its docstring describes the mistake.
+FAULTS has each of them by name, CORNERS those that only unusual inputs show, and published.PUBLISHED those that
+libraries had. A class replaces one step of tests/attention_in_steps.py; its docstring describes the mistake.
 """
 
 from attention import Ablation, AttentionConfig
-from tests.wrong_attention import backward, corners, forward
+from tests.wrong_attention import backward, corners, forward, published
 from tests.wrong_attention.registry import CLASSES, CORNERS, FAULTS, Fault
 
-__all__ = ["CLASSES", "CORNERS", "FAULTS", "WRONG", "Fault", "backward", "corners", "forward"]
+__all__ = ["CLASSES", "CORNERS", "FAULTS", "WRONG", "Fault", "backward", "corners", "forward", "published"]
 
 FAULTS["no_rescaling"] = Fault(AttentionConfig("tiled", block_q=8, block_k=8, ablate=Ablation.no_rescaling))
 # Those that a run's losses show too.
