@@ -20,26 +20,26 @@ FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokeni
 SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Most code tokens of each package; a package within another does not count there again.
 BUDGETS = {
-    "attention/check": 34_750,
-    "attention/flash": 70_500,
-    "attention": 49_900,
-    "mixers": 6_350,
-    "model": 24_200,
-    "data": 18_100,
-    "recipe/run": 29_500,
-    "recipe/training": 17_500,
-    "recipe/distributed": 12_800,
-    "recipe/infer": 22_450,
-    "recipe/compare": 32_650,
+    "attention/check": 36_000,
+    "attention/flash": 71_000,
+    "attention": 50_500,
+    "mixers": 9_500,
+    "model": 24_800,
+    "data": 19_500,
+    "recipe/run": 30_500,
+    "recipe/training": 18_200,
+    "recipe/distributed": 13_000,
+    "recipe/infer": 23_500,
+    "recipe/compare": 36_500,
     "recipe": 3_100,
     "learn": 9_100,
-    "bench": 22_500,
+    "bench": 23_500,
     ".": 6_000,
-    "tests": 257_800,
+    "tests": 265_000,
 }
-MOST_FILES = 334
-MOST_WORDS = 27_360  # of the pages in docs/
-MOST_OPTIONS = 126
+MOST_FILES = 345
+MOST_WORDS = 30_500  # of the pages in docs/
+MOST_OPTIONS = 130
 
 
 class Size(NamedTuple):
