@@ -23,6 +23,10 @@ gc.disable()  # until the tests are collected: it would visit all that is import
 # The tests' models are small: threads would wait for each other longer than they work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# torch's compiler need not find out which instructions the C++ compiler knows, and starts no processes of its own.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():

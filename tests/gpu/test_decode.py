@@ -161,15 +161,3 @@ def test_a_compiled_function_is_one_graph(name):
     compiled, expected = torch.compile(step, fullgraph=True)(q, cache, new), step(q, other, new)
     assert (compiled - expected).norm() <= 0.01 * expected.norm()  # the compiler rounds less often
     assert torch.equal(cache.k.nan_to_num(), other.k.nan_to_num())
-
-
-@pytest.mark.parametrize("size", [None, 32])
-def test_a_packed_prompt_enters_the_cache(size):
-    _, cache = tensors(8, 2, 1, 64, torch.bfloat16)
-    tokens = [cache.k[b, :, :n] for b, n in enumerate(LENGTHS)]
-    packed = torch.cat(tokens, dim=1)[None]
-    whole = cache if size is None else paged(cache, size)
-    empty = whole._replace(k=torch.zeros_like(whole.k), v=torch.zeros_like(whole.v))
-    empty.write(packed, packed, torch.tensor([0, *LENGTHS], device="cuda").cumsum(0))
-    for x in empty.read(0, 1536):
-        assert torch.equal(x, whole.read(0, 1536)[0])

@@ -97,20 +97,6 @@ def test_a_run_with_the_probe_is_bitwise_the_run_without_it(compiled: bool, devi
     assert peaks[2] == pytest.approx(peaks[1], rel=0.2)
 
 
-def test_the_same_attention_differs_by_nothing_and_draws_from_no_generator(device: torch.device) -> None:
-    config = AttentionConfig(dropout=0.1)
-    trained = trainer(device, config)
-    torch.manual_seed(5)
-    torch.rand(3, device=device)
-    cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state(device)
-    probe = ParityProbe(ParityConfig(every=1), config, shape(device))
-    measured = probe.measure(trained.model, batch(0, device), trained.key)
-    assert torch.equal(torch.get_rng_state(), cpu)
-    assert torch.equal(torch.cuda.get_rng_state(device), cuda)
-    assert measured["parity/grad_rel_err"] == 0
-    assert measured["parity/tokens"] == [B, T]
-
-
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_flash_is_naive_up_to_rounding(dropout: float, precision: Precision, device: torch.device) -> None:
