@@ -85,7 +85,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
         check_ranks_agree(config)
         folder = from_first_rank(lambda: folder)
         checkpoint = find_checkpoint(config, folder, world)
-        with computing_with(cpu_threads(config, checkpoint)), products_by(config.training.cpu_products):
+        with computing_with(cpu_threads(config, checkpoint)), products_by(config.training.cpu.products):
             run = prepare(config, folder, overrides, checkpoint, world, device)
             if run is None:
                 return 0
@@ -111,7 +111,7 @@ def prepare(
     with (
         recorded_out_of_memory(folder, as_plain(config), overrides, device, world),
         oom_guard(too_large_model(config.model, device)),
-        cpu_memory_limit(config.training.cpu_memory_gib if device.type == "cpu" else None),
+        cpu_memory_limit(config.training.cpu.memory_gib if device.type == "cpu" else None),
     ):
         trainer = build_trainer(
             config, build_model(config, data.vocab_size, device, world, HuggingFace()), device, world

@@ -326,9 +326,7 @@ class HubCorpus(Corpus):
         self.config = config
 
     def source(self) -> dict[str, Any]:
-        c = self.config
-        names = {"hub": c.hub, "revision": c.hub_revision, "subset": c.hub_subset, "split": c.hub_split}
-        return {"corpus": c.name, **names}
+        return {"corpus": self.config.name, "hub": self.config.hub, **asdict(self.config.hub_rows)}
 
     def streams(self) -> list[Stream]:
         return [Stream(self.rows(), 1.0)]
@@ -346,7 +344,7 @@ class HubCorpus(Corpus):
         """The text of every row, empty for null."""
         c = self.config
         try:
-            for row in _hub_rows(str(c.hub), c.hub_subset, c.hub_split, c.hub_revision):
+            for row in _hub_rows(str(c.hub), c.hub_rows.subset, c.hub_rows.split, c.hub_rows.revision):
                 yield text_of(row, c.text_field, str(c.hub))
         except DataError:
             raise

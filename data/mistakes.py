@@ -19,9 +19,7 @@ READERS = {
     "max_tokens": tuple(name for name in CORPORA if name != CHAT),
     "text_field": ("text", *HUB_CORPORA),
     "hub": HUB_CORPORA,
-    "hub_revision": HUB_CORPORA,
-    "hub_subset": HUB_CORPORA,
-    "hub_split": HUB_CORPORA,
+    "hub_rows": HUB_CORPORA,
     "name": (*CORPORA, *TASKS),
     "cache": (*CORPORA, *TASKS),  # for a sweep over texts and tasks
 }
@@ -38,9 +36,10 @@ def data_mistakes(config: DataConfig) -> Iterator[str]:
     if config.name not in CORPORA and config.name not in TASKS:
         yield f"data.name={config.name} is not a corpus; choose data={' or '.join([*CORPORA, *TASKS])}."
         return
+    default = DataConfig()
     for option in fields(config):
         value, readers = getattr(config, option.name), READERS.get(option.name, tuple(CORPORA))
-        if value != option.default and config.name not in readers:
+        if value != getattr(default, option.name) and config.name not in readers:
             yield (
                 f"data.{option.name}={value} has no effect with data={config.name}; "
                 f"leave it out or choose data={' or '.join(readers)}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -12,6 +12,20 @@ class Documents(Enum):
     ignore = "ignore"  # tokens also see earlier documents
     mask = "mask"  # tokens see only the document that they belong to
     restart = "restart"  # the same, and positions count from the document's start
+
+
+@dataclass
+class HubRows:
+    """The option `data.hub_rows`.
+
+    revision  of the data set
+    subset    of the data set
+    split     of the data set; "train+test" joins two
+    """
+
+    revision: str | None = None
+    subset: str | None = None
+    split: str = "train"
 
 
 @dataclass
@@ -26,9 +40,7 @@ class DataConfig:
     val_fraction    share of the text that is held out for validation
     cache           folder of the prepared tokens
     hub             name of a data set on the Hugging Face hub, or a folder it was downloaded to
-    hub_revision    revision of the data set of data.hub
-    hub_subset      subset of that data set
-    hub_split       split of that data set; "train+test" joins two
+    hub_rows        the rows of that data set to read
     documents       how attention treats documents that share a sequence
     text_field      the field of .jsonl, .parquet and hub rows that holds the text
     """
@@ -41,8 +53,6 @@ class DataConfig:
     val_fraction: float = 0.1
     cache: str = ".cache/tokens"
     hub: str | None = None
-    hub_revision: str | None = None
-    hub_subset: str | None = None
-    hub_split: str = "train"
+    hub_rows: HubRows = field(default_factory=HubRows)
     text_field: str = "text"
     documents: Documents = Documents.ignore

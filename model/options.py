@@ -98,7 +98,7 @@ class Recompute(Enum):
 
 @dataclass
 class RopeScaling:
-    """The options under `model.rope_scaling.*`.
+    """The option `model.rope_scaling`.
 
     kind              none, linear, yarn or llama3
     factor            the new longest sequence over the old one

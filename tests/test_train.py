@@ -42,7 +42,7 @@ from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.device import Precision
 from recipe.training.memory import OutOfMemory
 from recipe.training.optimizer import ScheduleConfig
-from recipe.training.options import TrainingConfig
+from recipe.training.options import CPUConfig, TrainingConfig
 from recipe.training.parity_probe import ParityConfig
 from recipe.training.step import NonFiniteError, Trainer
 from tests.wrong_attention import CLASSES, WRONG
@@ -212,7 +212,7 @@ def test_a_text_that_is_too_short_is_refused_before_a_model_of_that_length_is_bu
 
 def test_running_out_of_memory_is_in_the_summary(config: Config) -> None:
     config.seq_len = 2048  # whose scores of 16 sequences take 0.5 GiB
-    config.training = replace(config.training, batch_size=16, cpu_memory_gib=used_gib() + 0.3)
+    config.training = replace(config.training, batch_size=16, cpu=CPUConfig(memory_gib=used_gib() + 0.3))
     with pytest.raises(OutOfMemory, match=r"attention=naive with seq_len=2048 .* does not fit in the memory of cpu"):
         run(config, "run")
     stored = summary(Path("run"))
@@ -223,7 +223,7 @@ def test_running_out_of_memory_is_in_the_summary(config: Config) -> None:
 
 def test_a_model_that_does_not_fit_is_in_the_summary(config: Config) -> None:
     config.model.n_embd = 4096
-    config.training = replace(config.training, cpu_memory_gib=used_gib() + 0.1)
+    config.training = replace(config.training, cpu=CPUConfig(memory_gib=used_gib() + 0.1))
     with pytest.raises(OutOfMemory, match=r"model\.n_embd=4096 does not fit in the memory of cpu"):
         run(config, "run")
     stored = summary(Path("run"))

@@ -266,7 +266,7 @@ def cpu_threads(config: Config, checkpoint: Path | None) -> int:
     """The number of threads of every rank on a CPU: as configured, else as in the checkpoint to resume, else as on the
     first rank."""
     recorded = None if checkpoint is None else read_manifest(checkpoint).metadata.get("cpu_threads")
-    return config.training.cpu_threads or recorded or from_first_rank(torch.get_num_threads)
+    return config.training.cpu.threads or recorded or from_first_rank(torch.get_num_threads)
 
 
 def restore(trainer: Trainer, config: Config, path: Path | None, data: Data) -> int:

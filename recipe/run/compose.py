@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from recipe import CONF
 from recipe.run.arguments import suggestion
 from recipe.run.config import Config, ConfigError, holds_mapping, is_key, keys, register
-from recipe.run.removed import refusal
+from recipe.run.removed import moved, refusal
 from recipe.run.wording import expected, explain, quoted_twice, whole_number_hint
 from recipe.wording import as_typed
 
@@ -90,7 +90,7 @@ def mistakes(line: str) -> Iterator[str]:
             yield from mistakes(f"{override.get_key_element()}={value}")
     elif key in choices():
         yield from choice_mistakes(key, override.value())
-    elif key in keys() and not override.is_sweep_override() and not fits(key, override.value()):
+    elif not override.is_sweep_override() and not fits(key, override.value()):
         yield f"{line.lstrip('+')} is not {expected(key)}{whole_number_hint(key, override.value())}."
 
 
@@ -127,10 +127,12 @@ def expand_home(argument: str) -> str:
 
 
 def opened(line: str) -> str:
-    """An override of a mapping, or of an entry of one, as Hydra takes it: only with a ++ may names be new."""
+    """An override of a mapping of any names, or of an entry of one, as Hydra takes it: only with a ++ may names be new.
+    One that has moved stands under its name of today."""
+    line = moved(line)
     key = line.partition("=")[0]
-    of_mapping = key in keys() and holds_mapping(key)
-    return f"++{line}" if of_mapping or (is_key(key) and key not in keys()) else line
+    of_mapping = any(option in keys() and holds_mapping(option) for option in (key, key.rpartition(".")[0]))
+    return f"++{line}" if of_mapping else line
 
 
 def as_hydra_reads(argument: str) -> str:

@@ -70,20 +70,22 @@ def register() -> None:
 type_hints = functools.cache(get_type_hints)  # compiles every annotation
 
 
-def keys(config_type: type = Config, prefix: str = "") -> Iterator[str]:
-    """The names of all overrides: seed, ..., attention.name, ..."""
-    hints = type_hints(config_type)
-    for f in fields(config_type):
-        if is_dataclass(hints[f.name]):
-            yield from keys(hints[f.name], f"{prefix}{f.name}.")
-        else:
-            yield prefix + f.name
+def keys() -> Iterator[str]:
+    """The names of all options: seed, ..., attention.name, ..."""
+    for part, kind in type_hints(Config).items():
+        yield from (f"{part}.{f.name}" for f in fields(kind)) if is_dataclass(kind) else [part]
 
 
 def is_key(name: str) -> bool:
-    """Whether an override may have this name: an option's, or an entry's in an option that holds a mapping."""
-    known = set(keys())
-    return name in known or (name.rpartition(".")[0] in known and holds_mapping(name.rpartition(".")[0]))
+    """Whether an override may have this name: an option's, or an entry's in an option that is a mapping."""
+    known, (option, _, entry) = set(keys()), name.rpartition(".")
+    return name in known or (option in known and (holds_mapping(option) or entry in entries(option)))
+
+
+def entries(option: str) -> dict[str, Any]:
+    """The types of the entries of an option that is a mapping of fixed names, such as model.rope_scaling; else none."""
+    kind: type = declared(option)
+    return type_hints(kind) if is_dataclass(kind) else {}
 
 
 def holds_mapping(key: str) -> bool:

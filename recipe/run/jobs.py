@@ -12,7 +12,7 @@ from typing import Any
 
 from data.untrusted import UntrustedError, read_end, read_json
 from recipe.errors import UserError
-from recipe.run.removed import is_ignored
+from recipe.run.removed import as_today
 from recipe.run.run_folder import check_not_running, read_overrides, read_summary
 
 ROOT = Path(__file__).parents[2]
@@ -92,8 +92,7 @@ class Job:
 def recorded_overrides(folder: Path) -> set[str] | None:
     """The overrides of the run in `folder`, without the launcher's; None where none are recorded."""
     try:
-        lines = [line for line in read_overrides(folder) if not is_ignored(line)]
-        return set(without(lines, LAUNCHER_OVERRIDES))
+        return set(without(as_today(read_overrides(folder)), LAUNCHER_OVERRIDES))
     except (OSError, UntrustedError):
         return None
 

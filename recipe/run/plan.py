@@ -20,7 +20,7 @@ from data.atomic import write_atomically
 from data.untrusted import UntrustedError, read_json
 from recipe.errors import UserError
 from recipe.run.arms import FIRST_LR_SEED, LR, LR_SEEDS, SEEDS, ArenaConfig, rate_at, size_overrides
-from recipe.run.removed import is_ignored
+from recipe.run.removed import as_today
 
 FILE = "arena.json"
 FORMAT = 1  # increase it when older plans would be misread
@@ -210,7 +210,7 @@ def read_plan(folder: Path) -> Plan | None:
         wrong += [] if sized else ["sizes"]
     if wrong:
         raise PlanError(f"{path} is damaged ({wrong[0]}); put the file back, or start anew.")
-    content["common"] = [line for line in content["common"] if not is_ignored(line)]
+    content["common"] = as_today(content["common"])
     return Plan(**{name: content[name] for name in types} | {"looks": [Look(x["seeds"], x["planned"]) for x in looks]})
 
 

@@ -18,7 +18,7 @@ from model.mistakes import model_mistakes
 from model.score import score_mistakes
 from recipe.errors import sentence_of
 from recipe.run.config import Config, ConfigError, keys, register
-from recipe.run.removed import removed_options, without_removed
+from recipe.run.removed import config_as_today, removed_options
 from recipe.run.run_folder import CONFIG, read_config_values
 
 MOST_REFERENCES = 24  # in a configuration: a chain of them takes time exponential in its length
@@ -31,7 +31,7 @@ def read_config(run: Path) -> Config:
     register()  # older runs recorded references to the resolvers of experiments
     path = run / CONFIG
     try:
-        values = without_removed(read_config_values(run))
+        values = config_as_today(read_config_values(run))
         for sentence in removed_options(values):
             raise ConfigError(f"{path}: {sentence} Or use the version that trained the run.")
         if (reference := foreign_reference(values)) is not None:

@@ -67,15 +67,16 @@ def section(config: Any, prefix: str) -> str:
 
 
 def rows(config: Any, prefix: str) -> Iterator[list[str]]:
-    """A row for each option of a part, also of the dataclasses within it; the root's parts have separate tables."""
+    """A row for each option of a part; the root's parts have separate tables."""
     kind: type = type(config)
     hints, described = type_hints(kind), meanings(kind)
-    for f in fields(kind):
+    for f in fields(config):
         value = getattr(config, f.name)
         if not is_dataclass(value):
             yield [f"`{prefix}{f.name}`", value_name(value), type_name(hints[f.name]), described[f.name]]
         elif prefix:
-            yield from rows(value, f"{prefix}{f.name}.")
+            entries = [f"`{name}`: {text}" for name, text in meanings(type(value)).items()]
+            yield [f"`{prefix}{f.name}`", "", "a mapping", ". ".join([described[f.name], *entries])]
 
 
 def configuration() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from recipe.wording import as_typed
@@ -49,6 +50,37 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "training.mlp_in_fp8": (False,),
     "training.time_attention": (False, True),
 }
+
+# Options that have become entries of another one, and what they are now. A command line may say either.
+MOVED = {
+    "data.hub_revision": "data.hub_rows.revision",
+    "data.hub_subset": "data.hub_rows.subset",
+    "data.hub_split": "data.hub_rows.split",
+    "training.cpu_threads": "training.cpu.threads",
+    "training.cpu_products": "training.cpu.products",
+    "training.cpu_memory_gib": "training.cpu.memory_gib",
+}
+
+
+def moved(line: str) -> str:
+    """An override under the name that its option has today."""
+    key, equals, value = line.partition("=")
+    return f"{MOVED.get(key, key)}{equals}{value}"
+
+
+def as_today(recorded: Iterable[str]) -> list[str]:
+    """Recorded overrides under today's names, without the ones that may be ignored."""
+    return [moved(line) for line in recorded if not is_ignored(line)]
+
+
+def config_as_today(values: dict[str, Any]) -> dict[str, Any]:
+    """A recorded configuration under today's names, without the removed options whose value may be ignored."""
+    values = without_removed(values)
+    for old, new in MOVED.items():
+        (part, name), (_, option, entry) = old.split("."), new.split(".")
+        if isinstance(of_part := values.get(part), dict) and name in of_part:
+            of_part[option] = of_part.get(option, {}) | {entry: of_part.pop(name)}
+    return values
 
 
 def refusal(key: str) -> str | None:

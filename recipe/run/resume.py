@@ -16,7 +16,7 @@ from recipe.distributed.world import World
 from recipe.run.compose import by_key, choices, composed, lines, opened, parsed, quoted, to_config
 from recipe.run.config import Config, ConfigError, as_plain, is_key, keys
 from recipe.run.recorded import foreign_reference, read_config
-from recipe.run.removed import is_ignored, refusal
+from recipe.run.removed import as_today, config_as_today, refusal
 from recipe.run.run_folder import OUTPUTS, OVERRIDES, check_not_running, read_overrides
 from recipe.run.starting import written
 from recipe.training.checkpoint import CheckpointError, newest_valid, read_manifest
@@ -72,8 +72,7 @@ def recorded_overrides(run: Path) -> list[Override]:
     """
     path = run / OVERRIDES
     try:
-        lines_today = [line for line in read_overrides(run) if not is_ignored(line)]
-        return [own_override(line) for line in lines_today]
+        return [own_override(line) for line in as_today(read_overrides(run))]
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
     except UntrustedError as error:
@@ -163,7 +162,7 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
 
     recorded  the checkpoint's configuration, plain
     """
-    now, default = as_plain(config), as_plain(Config())
+    now, default, recorded = as_plain(config), as_plain(Config()), config_as_today(recorded)
     names = ["optimizer.name"]
     if config.model.positions is Positions.learned:  # a table with a row for each position; rotary ones have any length
         names.append("seq_len")

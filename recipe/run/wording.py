@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -71,6 +72,8 @@ def expected(key: str) -> str:
 
 def in_words(kind: Any) -> str:
     """The values of an option's type, other than null."""
+    if is_dataclass(kind):
+        return "a mapping of " + ", ".join(f.name for f in fields(kind))
     if get_origin(kind) is UnionType:
         kind, other = get_args(kind)
         if other is str:

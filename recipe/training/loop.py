@@ -112,7 +112,7 @@ def fit(run: Run) -> int:
     Raises OutOfMemory, and NonFiniteError; earlier checkpoints stay.
     """
     trainer = run.trainer
-    limit = trainer.training.cpu_memory_gib if trainer.device.type == "cpu" else None
+    limit = trainer.training.cpu.memory_gib if trainer.device.type == "cpu" else None
     with (
         oom_guard(too_large_step(trainer)),
         Prefetcher(run.batches, trainer.device, run.start) as prefetched,

@@ -70,7 +70,7 @@ def cpu_memory_limit(gib: float | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30), hard))
     except (ValueError, OSError) as error:
         raise MemoryLimitError(
-            f"training.cpu_memory_gib={gib:g} cannot be set here ({error}); use training.cpu_memory_gib=null."
+            f"training.cpu.memory_gib={gib:g} cannot be set here ({error}); use training.cpu.memory_gib=null."
         ) from error
     try:
         yield

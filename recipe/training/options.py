@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +11,22 @@ from model.linear import Products
 from model.options import Recompute
 from recipe.distributed.world import World
 from recipe.training.device import Precision
+
+
+@dataclass
+class CPUConfig:
+    """The option `training.cpu`.
+
+    threads     of each process, on which the bits of sums depend; None: as in the checkpoint to resume, else
+                OMP_NUM_THREADS, which torchrun sets to 1, else one for each core
+    products    in fp32, the library of the linear layers' products: torch's BLAS, or oneDNN, which is twice as fast on
+                AMD's processors with AVX-512 and rounds differently
+    memory_gib  limit of the process's memory, as if it were a GPU of that size
+    """
+
+    threads: int | None = None
+    products: Products = Products.blas
+    memory_gib: float | None = None
 
 
 @dataclass
@@ -33,11 +49,7 @@ class TrainingConfig:
     checkpoint_every  steps between two checkpoints, the last after training; 0: none
     keep_last         checkpoints to keep, in addition to the best
     sample_tokens     tokens of text to print after training; 0: none
-    cpu_threads       on a CPU, threads of each process, on which the bits of sums depend; None: as in the checkpoint to
-                      resume, else OMP_NUM_THREADS, which torchrun sets to 1, else one for each core
-    cpu_products      on a CPU in fp32, the library of the linear layers' products: torch's BLAS, or oneDNN, which is
-                      twice as fast on AMD's processors with AVX-512 and rounds differently
-    cpu_memory_gib    on a CPU, limit of the process's memory, as if it were a GPU of that size
+    cpu               how a run on a CPU computes
     ema               decay of a moving average of the weights, which is evaluated and saved beside them; 0: none
     profile           record the time of a few steps by category
     """
@@ -57,9 +69,7 @@ class TrainingConfig:
     checkpoint_every: int = 500
     keep_last: int = 2
     sample_tokens: int = 200
-    cpu_threads: int | None = None
-    cpu_products: Products = Products.blas
-    cpu_memory_gib: float | None = None
+    cpu: CPUConfig = field(default_factory=CPUConfig)
     ema: float = 0.0
     profile: bool = False
 
@@ -80,12 +90,12 @@ def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Ite
     for name, least in lowest.items():
         if getattr(config, name) < least:
             yield f"training.{name}={getattr(config, name)} must be at least {least}."
-    if config.cpu_threads is not None and config.cpu_threads < 1:
-        yield f"training.cpu_threads={config.cpu_threads} must be at least 1, or null for the usual number."
-    if config.cpu_products is Products.onednn and not torch.backends.mkldnn.is_available():
-        yield "training.cpu_products=onednn is not part of this build of torch; use training.cpu_products=blas."
-    if config.cpu_memory_gib is not None and not config.cpu_memory_gib > 0:
-        yield f"training.cpu_memory_gib={config.cpu_memory_gib} must be above 0, or null for no limit."
+    if config.cpu.threads is not None and config.cpu.threads < 1:
+        yield f"training.cpu.threads={config.cpu.threads} must be at least 1, or null for the usual number."
+    if config.cpu.products is Products.onednn and not torch.backends.mkldnn.is_available():
+        yield "training.cpu.products=onednn is not part of this build of torch; use training.cpu.products=blas."
+    if config.cpu.memory_gib is not None and not config.cpu.memory_gib > 0:
+        yield f"training.cpu.memory_gib={config.cpu.memory_gib} must be above 0, or null for no limit."
     if not 0 <= config.ema < 1:
         yield f"training.ema={config.ema} must lie in [0, 1), such as 0.999; 0 keeps no average."
     if config.target_loss is not None and not config.target_loss > 0:

@@ -19,7 +19,7 @@ import tiktoken
 
 from data.corpora import CORPORA
 from data.errors import DataError
-from data.options import DataConfig
+from data.options import DataConfig, HubRows
 from data.prepare import prepare
 
 SHAKESPEARE = Path(__file__).parents[2] / "../shared/data/tinyshakespeare.txt"
@@ -176,7 +176,7 @@ def test_shakespeare_is_cut_as_nanogpt_cuts_it(tmp_path):
     text = SHAKESPEARE.read_text()
     for split, start, stop in (("train", 0, 1003854), ("validation", 1003854, 1059624), ("test", 1059624, None)):
         write_jsonl(tmp_path / f"{split}.jsonl", [{"text": text[start:stop]}])  # the splits of the data set on the hub
-    config = DataConfig(name="shakespeare", hub=str(tmp_path), hub_split="train+validation+test")
+    config = DataConfig(name="shakespeare", hub=str(tmp_path), hub_rows=HubRows(split="train+validation+test"))
     found = documents(config)
     assert found == {"train": [text[: int(len(text) * 0.9)]], "val": [text[int(len(text) * 0.9) :]]}
     assert [len(found["train"][0]), len(found["val"][0])] == [1003854, 111540]
@@ -196,7 +196,7 @@ def test_a_loading_script_is_replaced_by_the_hubs_conversion(monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *args, **options: None)
     monkeypatch.setattr("datasets.load_dataset", load)
-    found = documents(DataConfig(name="openwebtext", hub="owner/name", hub_split="train+test"))
+    found = documents(DataConfig(name="openwebtext", hub="owner/name", hub_rows=HubRows(split="train+test")))
     assert found == {"train": ["test"], "val": ["train"]}
 
 

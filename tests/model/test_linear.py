@@ -95,7 +95,7 @@ def test_a_run_takes_its_products_from_the_chosen_library(tmp_path: Path, monkey
             "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
             "model.n_layers=2", "model.n_embd=128", "training.batch_size=4", "training.steps=3",
             "training.eval_every=0", "training.log_every=1", "training.checkpoint_every=0", "training.sample_tokens=0",
-            f"training.cpu_products={library}",
+            f"training.cpu.products={library}",
         ]  # fmt: skip
         Path(library).mkdir()
         assert train_module.train(compose.to_config(compose.composed(given)), Path(library), given) == 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from recipe.run.compose import mistakes
+from recipe.run.compose import mistakes, opened
 from recipe.run.config import is_key
-from recipe.run.removed import IGNORED, REMOVED, is_ignored, without_removed
+from recipe.run.removed import IGNORED, MOVED, REMOVED, as_today, config_as_today, is_ignored, without_removed
 from recipe.wording import as_typed
 
 
@@ -26,6 +26,16 @@ def test_a_recorded_value_that_changes_nothing_is_ignored(option: str) -> None:
         assert without_removed({part: {name: value, "steps": 3}}) == {part: {"steps": 3}}
         assert is_ignored(f"{option}={as_typed(value)}")
     assert not is_ignored(f"{option}=-7")
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_an_option_that_moved_is_read_under_its_name_of_today(old: str, new: str) -> None:
+    assert not is_key(old)
+    assert is_key(new)
+    assert opened(f"{old}=1") == f"{new}=1"
+    (part, name), (_, option, entry) = old.split("."), new.split(".")
+    assert config_as_today({part: {name: 7, "steps": 3}}) == {part: {option: {entry: 7}, "steps": 3}}
+    assert as_today([f"{old}=7", "arena.stage=lr", "seed=1"]) == [f"{new}=7", "seed=1"]
 
 
 def test_the_table_has_at_most_forty_entries() -> None:

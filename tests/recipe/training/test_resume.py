@@ -134,7 +134,7 @@ def test_on_a_cpu_the_bits_are_those_of_the_number_of_threads_that_the_run_began
         record(Path(name), given)
     of_one, of_two = (run(f"of-{threads}", threads, *given, "training.steps=2") for threads in (1, 2))
     assert len(different(of_one, of_two)) > 10
-    run("resumed", 2, *given, "training.steps=1", "training.cpu_threads=1")
+    run("resumed", 2, *given, "training.steps=1", "training.cpu.threads=1")
     Path("resumed/.hydra/overrides.yaml").write_text(OmegaConf.to_yaml(given))
     resumed = run("resumed", 2, "resume=auto", "training.steps=2")
     assert losses(resumed) == losses(of_one)
