@@ -95,6 +95,6 @@ def test_a_sweep_is_one_command_and_is_not_repeated(tmp_path: Path) -> None:
     assert summary["config"]["tracking"]["group"] == f"parity-{run.parts[-3]}-{run.parts[-2]}"
     assert f"python compare.py {run.parent.relative_to(tmp_path)}" in printed
 
-    again = ["resume=auto"]
+    again = [f"hydra.sweep.dir={run.parent}"]
     assert "1 job, 1 of them done already" in sweep()
     assert list(tmp_path.glob("multirun/*/*/0")) == [run]

@@ -6,7 +6,6 @@ Hydra's grammar would need quotes around a prompt with spaces or commas. Here a 
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -33,7 +32,7 @@ def parse(arguments: Sequence[str], schema: type[T], program: str, verbatim: Col
     Raises ArgumentError for an unknown key or a value of the wrong type.
     """
     known = [f.name for f in fields(schema)]  # type: ignore[arg-type]
-    config, given = OmegaConf.structured(schema), dict[str, str]()
+    config = OmegaConf.structured(schema)
     for argument in arguments:
         key, separator, value = argument.partition("=")
         key = key.replace(".", "_")
@@ -44,9 +43,6 @@ def parse(arguments: Sequence[str], schema: type[T], program: str, verbatim: Col
             if not separator and "run" in known and Path(argument).expanduser().is_dir():
                 hint = f"; did you mean run={argument}?"
             raise ArgumentError(f"{argument} is not an argument{hint}")
-        if given.setdefault(key, argument) != argument:
-            print(f"note: {given[key]} is replaced by {argument}, which stands after it.", file=sys.stderr)
-            given[key] = argument
         try:
             config[key] = None if value == "null" and key not in verbatim else value
         except OmegaConfBaseException as error:

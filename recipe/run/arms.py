@@ -57,12 +57,21 @@ def read_arms(text: str, files: Sequence[str]) -> dict[str, list[str]]:
            some; an arm without a colon is one of `files`
     files  the names in conf/arm/
     """
-    arms: dict[str, list[str]] = {}
-    for part in _split(text):
-        name, colon, overrides = (piece.strip() for piece in part.partition(":"))
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="|")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        words = list(lexer)
+    except ValueError as error:
+        raise ValueError(f"arena.arms={text} cannot be read: {error}.") from error
+    arms, part = dict[str, list[str]](), list[str]()
+    for word in [*words, "|"]:
+        if word != "|":
+            part.append(word)
+            continue
+        name, colon, attached = part[0].partition(":") if part else ("", "", "")
         if not name or "=" in name:
             raise ValueError(
-                f"arena.arms has an arm without a name ({part.strip() or 'nothing between two |'}); "
+                f"arena.arms has an arm without a name ({' '.join(part) or 'nothing between two |'}); "
                 "write <name>: <override> <override> ... | <name>: ..."
             )
         if name in arms:
@@ -72,28 +81,9 @@ def read_arms(text: str, files: Sequence[str]) -> dict[str, list[str]]:
                 f"arena.arms={name} has no overrides and is not a file of conf/arm/ ({', '.join(files)}); "
                 f'write "{name}: <override> <override> ...".'
             )
-        arms[name] = _words(overrides, name) if colon else [f"arm={name}"]
+        arms[name] = [*filter(None, [attached]), *part[1:]] if colon else [f"arm={name}"]
+        part = []
     return arms
-
-
-def _split(text: str) -> list[str]:
-    """The parts between those | that are not quoted."""
-    parts, quote = [""], ""
-    for character in text:
-        if character == "|" and not quote:
-            parts.append("")
-            continue
-        if character in "'\"":
-            quote = character if not quote else "" if quote == character else quote
-        parts[-1] += character
-    return parts
-
-
-def _words(overrides: str, name: str) -> list[str]:
-    try:
-        return shlex.split(overrides)
-    except ValueError as error:
-        raise ValueError(f"the overrides of arm {name} ({overrides}) cannot be read: {error}.") from error
 
 
 def size_overrides(cfg: DictConfig, size: int) -> list[str]:

@@ -79,12 +79,8 @@ def mistakes(line: str) -> Iterator[str]:
         namesakes = [name for name in known if "." in name and name.rpartition(".")[2] == key.rpartition(".")[2]]
         hint = f"; did you mean {' or '.join(namesakes)}?" if namesakes else suggestion(key, known)
         yield f"{line} overrides nothing, as there is no {key}{hint or '; python train.py --help lists all overrides.'}"
-    elif override.is_interval_sweep():
-        yield f"{line} is all numbers of an interval, and a sweep has single ones: {key}=range(1,9,2), or {key}=1,3,5."
-    elif isinstance(override.value(), Glob):
-        files = f"conf/{key}/ has {', '.join(sorted(choices()[key]))}" if key in choices() else f"{key} names no file"
-        if not globbed(override):
-            yield f"{line} finds nothing: glob() names files of a folder in conf/, and {files}."
+    elif override.is_interval_sweep() or isinstance(override.value(), Glob):
+        yield f"{line} names no single values, which a sweep has: {key}=range(1,9,2), or {key}=1,3,5."
     elif override.is_choice_sweep():
         for value in swept_values(override):
             yield from mistakes(f"{override.get_key_element()}={value}")
@@ -159,23 +155,7 @@ def jobs(overrides: list[str]) -> list[list[str]]:
 
 def swept_values(override: Override) -> list[str]:
     """The values of an override with several, at most one more than a sweep may have jobs."""
-    if isinstance(override.value(), Glob):
-        return globbed(override)
     return list(itertools.islice(override.sweep_string_iterator(), MOST_JOBS + 1))
-
-
-def globbed(override: Override) -> list[str]:
-    """The files of conf/ that a pattern matches, such as attention=glob(*)."""
-    pattern: Any = override.value()
-    return list(pattern.filter(sorted(choices().get(override.key_or_group, ()))))
-
-
-def replaced(overrides: list[str]) -> list[str]:
-    """A sentence for each override that a later one of the same key replaces."""
-    keys_given = [override.key_or_group for override in parsed(overrides)]
-    last = dict(zip(keys_given, overrides, strict=True))
-    lost = [(line, last[key]) for key, line in zip(keys_given, overrides, strict=True) if line != last[key]]
-    return [f"{line} is replaced by {later}, which stands after it." for line, later in lost]
 
 
 def swept_mistakes(overrides: list[str]) -> list[str]:

@@ -20,8 +20,6 @@ MANIFEST = "sweep.json"
 CONSOLE = "console.log"
 # Overrides that the launcher adds to a job's; the run records them too.
 LAUNCHER_OVERRIDES = ("resume", "tracking.group")
-# Overrides with which the command of a sweep continues it.
-CONTINUING = ("resume", "arena.seeds")
 
 
 class SweepError(UserError, RuntimeError):
@@ -112,15 +110,10 @@ def names_of(jobs: Sequence[Job]) -> dict[int, str]:
     }
 
 
-def asked(arguments: Iterable[str]) -> list[str]:
-    """The overrides of a command line that make a sweep what it is: not Hydra's, nor those that continue it."""
-    return [line for line in without(arguments, CONTINUING) if "=" in line and not line.startswith(("hydra", "-"))]
-
-
-def write_manifest(folder: Path, jobs: Sequence[Job], arguments: Sequence[str]) -> None:
-    """Write what was asked for, the jobs and their names to `folder`/sweep.json."""
+def write_manifest(folder: Path, jobs: Sequence[Job]) -> None:
+    """Write the jobs and their names to `folder`/sweep.json."""
     names = {str(number): name for number, name in names_of(jobs).items()}
-    content = {"asked": asked(arguments), "jobs": [list(job.overrides) for job in jobs], "names": names}
+    content = {"jobs": [list(job.overrides) for job in jobs], "names": names}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
 
@@ -132,13 +125,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, UntrustedError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def newest_sweep(arguments: Sequence[str], folder: Path) -> Path | None:
-    """The newest sweep beside `folder` (multirun/<date>/<time>) that was started with the same overrides."""
-    sweeps = sorted(folder.parent.parent.glob(f"*/*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    same = (path.parent for path in sweeps if read_manifest(path.parent).get("asked") == asked(arguments))
-    return next(same, None)
 
 
 def share_checkout() -> None:

@@ -29,16 +29,15 @@ from recipe.run.compose import (
     lines,
     opened,
     refuse,
-    replaced,
     swept_mistakes,
     to_config,
     unswept,
 )
 from recipe.run.compose import mistakes as override_mistakes
 from recipe.run.config import Config, ConfigError, register
-from recipe.run.jobs import Job, without
+from recipe.run.jobs import Job
 from recipe.run.mistakes import mistakes
-from recipe.run.queue import Queue, continuing
+from recipe.run.queue import Queue
 from recipe.run.resume import check_folder, check_writable, resumed
 from recipe.run.run_folder import check_not_running
 from recipe.run.starting import with_start
@@ -90,15 +89,13 @@ def prepare(arguments: list[str], weights: Weights | None = None) -> list[str] |
         overrides = [opened(line) for line in with_start(overrides, weights)]
     try:
         refuse([sentence for line in overrides for sentence in override_mistakes(line)])
-        if World.from_environment().rank == 0:
-            for sentence in replaced(overrides):
-                print(f"note: {sentence}", file=sys.stderr)
         overrides = lines(by_key(overrides))
         cfg = composed(unswept(overrides))
         if args.multirun or cfg.hydra.mode is RunMode.MULTIRUN:
-            if more := continuing(overrides, Path(cfg.hydra.sweep.dir)):
-                overrides += more
-                cfg = composed(unswept(overrides))
+            if cfg.resume is not None:
+                raise ConfigError(
+                    f"resume={cfg.resume} continues one run; a sweep goes on in its folder: hydra.sweep.dir=<folder>."
+                )
             return sweep(cfg, overrides, weights)
         refuse(swept_mistakes(overrides))
         return [*flags, *run(cfg, overrides, weights)]
@@ -160,6 +157,6 @@ def checked_jobs(overrides: list[str], folder: Path, of_run: Callable[[Config], 
         sentences += [*stray_options(config), *of_run(config)]
         cfg.hydra.job.num, cfg.hydra.job.id = number, str(number)
         ablated = config.attention.ablate is not Ablation.none
-        queued.append(Job(number, tuple(without(job, ["resume"])), folder / str(cfg.hydra.sweep.subdir), ablated))
+        queued.append(Job(number, tuple(job), folder / str(cfg.hydra.sweep.subdir), ablated))
     refuse(sentences)
     return queued

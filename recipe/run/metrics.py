@@ -19,9 +19,7 @@ from data.atomic import write_atomically
 from data.untrusted import METRICS, parse_json, read_bytes
 from recipe.errors import UserError
 from recipe.files import to_json
-from recipe.wording import listed
 
-DAMAGED = "metrics.damaged.jsonl"  # the lines that could not be read when the run was resumed
 SECONDS_BETWEEN_SYNCS = 30.0
 
 
@@ -60,16 +58,18 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, resume_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin a new file or, with `resume_step`, keep the lines of the old one up to that step.
+        """Begin a new file or, with `resume_step`, keep the readable lines of the old one up to that step.
 
-        Lines that cannot be read go to metrics.damaged.jsonl. Raises TrackingError if the file belongs to another run.
+        Raises TrackingError if the file belongs to another run.
         """
         self.path, self.clock = path, clock
         self.warning: str | None = None
         if resume_step is not None:
             damaged: dict[int, bytes] = {}
             records = [record for record in read_metrics(path, damaged) if record["step"] <= resume_step]
-            self.set_aside(damaged)
+            damaged.pop(path.read_bytes().count(b"\n") + 1, None)  # half a last line, whose step is logged again
+            if damaged:
+                self.warning = f"{len(damaged)} lines of {path} could not be read, and are left out."
             write_atomically(path, "".join(to_json(record) + "\n" for record in records))
             self.last_step = records[-1]["step"] if records else -1
         elif path.exists() and path.stat().st_size:
@@ -81,16 +81,6 @@ class MetricsFile:
             self.last_step = -1
         self.file = path.open("ab", buffering=0)
         self.synced = self.clock()
-
-    def set_aside(self, damaged: dict[int, bytes]) -> None:
-        """Append damaged lines to metrics.damaged.jsonl. Half a line at the end is none: its step is logged again."""
-        if damaged:
-            damaged.pop(self.path.read_bytes().count(b"\n") + 1, None)
-        if damaged:
-            with self.path.with_name(DAMAGED).open("ab") as aside:
-                aside.writelines(line + b"\n" for line in damaged.values())
-            numbers = listed([str(n) for n in damaged])
-            self.warning = f"these lines of {self.path} cannot be read, and are in {DAMAGED} now: {numbers}."
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log `metrics` after `step` updates. A second line of the same step adds to the first.

@@ -203,19 +203,16 @@ def read_plan(folder: Path) -> Plan | None:
     types = get_type_hints(Plan) | {"looks": list[dict[str, Any]]}
     wrong = [name for name, kind in types.items() if not _is(content.get(name), kind)]
     if not wrong:
-        looks, arms = content["looks"], content["arms"].keys()
-        wrong += [] if looks and all(_is_look(look) for look in looks) else ["looks"]
-        wrong += [] if content["baseline"] in arms and content["lr"].keys() == arms else ["arms"]
-        sized = all(size.isdecimal() and of_arm.keys() == arms for size, of_arm in content["sizes"].items())
-        wrong += [] if sized else ["sizes"]
+        looks, of_arms = content["looks"], [content["lr"], *content["sizes"].values()]
+        wrong += [] if looks and all(_is(look.get("seeds"), int) for look in looks) else ["looks"]
+        wrong += [] if all(each.keys() == content["arms"].keys() for each in of_arms) else ["arms"]
+        wrong += [] if content["baseline"] in content["arms"] else ["baseline"]
+        wrong += [] if all(map(str.isdecimal, content["sizes"])) else ["sizes"]
     if wrong:
         raise PlanError(f"{path} is damaged ({wrong[0]}); put the file back, or start anew.")
     content["common"] = as_today(content["common"])
-    return Plan(**{name: content[name] for name in types} | {"looks": [Look(x["seeds"], x["planned"]) for x in looks]})
-
-
-def _is_look(look: dict[str, Any]) -> bool:
-    return isinstance(look.get("seeds"), int) and isinstance(look.get("planned"), str)
+    looks = [Look(look["seeds"], str(look.get("planned"))) for look in looks]
+    return Plan(**{name: content[name] for name in types} | {"looks": looks})
 
 
 def _is(value: Any, kind: Any) -> bool:

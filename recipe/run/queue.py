@@ -36,7 +36,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe import CONF
 from recipe.run.compose import quoted
-from recipe.run.jobs import CONSOLE, Job, SweepError, names_of, newest_sweep, share_checkout, without, write_manifest
+from recipe.run.jobs import CONSOLE, Job, SweepError, names_of, share_checkout, without, write_manifest
 from recipe.run.progress import Terminal
 from recipe.run.run_folder import locked
 from recipe.wording import duration
@@ -119,7 +119,7 @@ class Report:
     def close(self, folder: Path, number: int) -> None:
         """Report the outcome and the next command; exit unless all jobs are done. `number` is that of a signal."""
         left = [job for job in self.jobs if not job.done]
-        again = [a for a in sys.argv if not a.startswith(("hydra.sweep.dir=", "resume="))]
+        again = [a for a in sys.argv if not a.startswith("hydra.sweep.dir=")]
         command = shlex.join(["python", *again, f"hydra.sweep.dir={folder}"])
         if number:
             self.print(f"Stopped with {len(left)} of {len(self.jobs)} jobs left. Continue with:\n  {command}")
@@ -192,7 +192,7 @@ class Queue:
             if self.by_hydra:
                 self.submit(jobs, train)
                 return
-            write_manifest(self.folder, jobs, sys.argv[1:])
+            write_manifest(self.folder, jobs)
             running, report = RunningJobs(), Report(jobs, ahead, len(self.devices))
             self.threads = max(1, cores() // min(len(self.devices), len(jobs)))
             with forward_signals(running):
@@ -202,13 +202,12 @@ class Queue:
     def submit(self, jobs: Sequence[Job], train: Any) -> None:
         """Have Hydra's launcher run the jobs."""
         share_checkout()
-        again = [line for line in self.cfg.hydra.overrides.task if line.startswith("resume=")]
         with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
             context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
             launcher = Plugins.instance().instantiate_launcher(
                 hydra_context=context, task_function=train, config=self.cfg
             )
-            launcher.launch([[*job.overrides, *again] for job in jobs], initial_job_idx=jobs[0].number)
+            launcher.launch([[*job.overrides, "resume=auto"] for job in jobs], initial_job_idx=jobs[0].number)
 
     def work(self, waiting: list[Job], running: RunningJobs, report: Report) -> None:
         """Keep every device busy until no job waits or a signal comes."""
@@ -253,19 +252,6 @@ class Queue:
         """The W&B group that the runs share: tracking.group, or the experiment and when the sweep was started."""
         experiment = self.cfg.hydra.runtime.choices.get("experiment") or "sweep"
         return self.cfg.tracking.group or "-".join([experiment, *Path(self.cfg.hydra.sweep.dir).parts[-2:]])
-
-
-def continuing(overrides: Sequence[str], folder: Path) -> list[str]:
-    """The override with which resume=auto continues the newest sweep of the same command; none where there is none.
-
-    folder  of a new sweep. Raises SweepError where `resume` names a run.
-    """
-    resume = [line for line in overrides if line.startswith("resume=") and line != "resume=null"]
-    if resume and resume != ["resume=auto"]:
-        raise SweepError(f"{resume[0]} continues one run; use resume=auto or hydra.sweep.dir=<folder> for a sweep.")
-    new = resume and not any(line.startswith("hydra.sweep.dir=") for line in overrides)
-    newest = newest_sweep(overrides, folder) if new else None
-    return [] if newest is None else [f"hydra.sweep.dir={quoted(str(newest))}"]
 
 
 def chosen_devices(gpus: str | None, jobs: int = 1) -> list[str | None]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from data.untrusted import UntrustedError, check_value
 from model.options import Positions
 from recipe.distributed.world import World
-from recipe.run.compose import by_key, choices, composed, lines, opened, parsed, quoted, to_config
-from recipe.run.config import Config, ConfigError, as_plain, is_key, keys
+from recipe.run.compose import by_key, composed, lines, mistakes, opened, parsed, quoted, to_config
+from recipe.run.config import Config, ConfigError, as_plain, keys
 from recipe.run.recorded import foreign_reference, read_config
 from recipe.run.removed import as_today, config_as_today, refusal
 from recipe.run.run_folder import OUTPUTS, OVERRIDES, check_not_running, read_overrides
@@ -89,30 +90,21 @@ def own_override(line: str) -> Override:
         check_value(value)
     except (HydraException, RecursionError, UntrustedError):
         raise UntrustedError(f"holds {line[:200]}, which is no override") from None
-    key, files = override.key_or_group, choices()
-    if (sentence := refusal(key)) is not None:
+    if (sentence := refusal(override.key_or_group)) is not None:
         raise ConfigError(f"The run recorded {line}. {sentence} Or resume it with the version that trained it.")
-    ours = is_key(key) or (key in files and (value is None or value in files[key]))
-    plain = override.type is not OverrideType.DEL and override.package is None and not override.is_sweep_override()
-    if not (ours and plain) or "_target_" in line or foreign_reference(value) is not None:
+    foreign = override.is_hydra_override() or override.is_sweep_override() or override.package is not None
+    if foreign or "_target_" in line or foreign_reference(value) is not None or any(mistakes(line)):
         raise UntrustedError(f"holds {line[:200]}, which is no plain value of an option of this recipe")
     return override
 
 
 def newest_run() -> Path:
     """The run folder under outputs/ whose newest valid checkpoint was written last. Raises ConfigError."""
-    damaged = []
     for folder in sorted(OUTPUTS.glob("**/checkpoints"), key=lambda f: f.stat().st_mtime, reverse=True):
-        try:
+        with contextlib.suppress(CheckpointError):
             newest_intact(folder)
-        except CheckpointError:
-            damaged += [str(folder.parent)] if has_checkpoints(folder.parent) else []
-        else:
             return folder.parent
-    reason = f": every checkpoint of {' and '.join(damaged)} is damaged" if damaged else ""
-    raise ConfigError(
-        f"resume=auto finds no run with a valid checkpoint under {OUTPUTS}/{reason}; leave it out to start one."
-    )
+    raise ConfigError(f"resume=auto finds no run with a valid checkpoint under {OUTPUTS}/; leave it out to start one.")
 
 
 def newest_intact(checkpoints: Path) -> Path:

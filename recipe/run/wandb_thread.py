@@ -12,7 +12,6 @@ by itself, and online W&B is sent only the steps that it lacks.
 from __future__ import annotations
 
 import queue
-import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +24,6 @@ from recipe.run.metrics import read_metrics
 
 MOST_WAITING = 10_000  # lines in the queue
 NOT_FINITE = ("nan", "inf", "-inf")
-# The files of the profile that people open.
-PROFILE = ("profile/table.txt", "profile/trace.json.gz")
 
 Line = tuple[int, Mapping[str, Any]]  # the step and its metrics
 
@@ -119,7 +116,7 @@ class WandbThread:
         return run
 
     def _add_files(self, run: Any, step: int) -> None:
-        """What the run folder holds at the end."""
+        """The summary and the loss curve."""
         import wandb
 
         summary = parse_json((self.folder / "summary.json").read_bytes())
@@ -127,12 +124,6 @@ class WandbThread:
         more = {k: v for k, v in summary.items() if k not in configured or v != configured[k]}
         run.summary.update({"summary": more})
         run.log({"figures/loss": wandb.Image(str(self.folder / "loss.png"))}, step=step)
-        for name in PROFILE:
-            if (self.folder / name).exists():
-                copy = Path(run.dir) / name  # W&B would make a link, and warn about it
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self.folder / name, copy)
-                run.save(copy, base_path=run.dir, policy="now")
 
 
 def one_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.run.jobs import Job, SweepError, names_of
-from recipe.run.queue import Queue, chosen_devices, continuing
+from recipe.run.queue import Queue, chosen_devices
 
 JOB = """
 import json, os, signal, sys, time
@@ -147,18 +147,6 @@ def test_a_sweep_started_again_repeats_only_what_is_not_done(sweep, tmp_path, ca
             sweep(jobs)
     assert [len(calls(tmp_path, job)) for job in range(3)] == [1, 1, 1]  # the failed job started from the beginning
     assert "3 jobs, 2 of them done already" in capsys.readouterr().out
-
-
-def test_resume_auto_continues_the_newest_sweep_of_the_same_command(sweep, here):
-    for name, seed in (("10-00-00", 1), ("11-00-00", 1), ("12-00-00", 2)):
-        sweep(["kind=completes"], name=name, command=["-m", f"seed={seed}", "hydra/launcher=gpus"])
-        os.utime(here / "multirun" / "2026-11-20" / name / "sweep.json", (seed, int(name[:2])))
-    fresh = Path("multirun/2026-11-20/13-00-00")
-    assert continuing(["seed=1", "resume=auto"], fresh) == ["hydra.sweep.dir='multirun/2026-11-20/11-00-00'"]
-    for fresh_one in (["seed=1"], ["seed=3", "resume=auto"], ["seed=1", "resume=auto", "hydra.sweep.dir=mine"]):
-        assert continuing(fresh_one, fresh) == []
-    with pytest.raises(SweepError, match="resume=run continues one run; use resume=auto"):
-        continuing(["seed=1", "resume=run"], fresh)
 
 
 def test_a_loss_that_breaks_is_a_failure_unless_a_line_was_left_out(sweep):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 OVERRIDES = [
     "data=text", "data.path=text.txt", "data.cache=cache", "device=cpu", "seq_len=32", "tracking=disabled",
     "model.n_layers=1", "model.n_embd=32", "training.steps=100000", "training.log_every=1",
-    "training.eval_every=0", "training.checkpoint_every=100000", "resume=auto",
+    "training.eval_every=0", "training.checkpoint_every=100000",
 ]  # fmt: skip
 
 

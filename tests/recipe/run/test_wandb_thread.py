@@ -78,8 +78,6 @@ def track(folder: Path, resume_step: int | None = None, mode: TrackingMode = Tra
 
 def test_wandb_holds_what_the_run_folder_holds(tmp_path: Path, wandb: StandIn, capsys: Any) -> None:
     run = tmp_path / "run"
-    (run / "profile").mkdir(parents=True)
-    (run / "profile" / "table.txt").write_text("matmul  61.0%")
     summary = {"status": "completed", "config": {"seed": 1}, "git": "c", "val_loss": 3.0}
     with track(run) as tracker:
         tracker.log(0, {"val/loss": 3.0})
@@ -96,7 +94,7 @@ def test_wandb_holds_what_the_run_folder_holds(tmp_path: Path, wandb: StandIn, c
             (2, {"figures/loss": str(run / "loss.png")}),
         ]
     )
-    assert (wandb.of("save"), wandb.of("finish")) == (["profile/table.txt"], [0])
+    assert wandb.of("finish") == [0]
     assert wandb.summary == {"summary": {"status": "completed", "val_loss": 3.0}}, "the configuration is there once"
     assert capsys.readouterr().out.splitlines()[-1].split() == ["W&B", "wandb", "sync", str(Path(wandb.dir).parent)]
 
@@ -109,7 +107,7 @@ def test_wandb_holds_what_the_run_folder_holds(tmp_path: Path, wandb: StandIn, c
 
 def test_the_names_and_tags_in_wandb_tell_the_runs_of_a_sweep_apart(tmp_path: Path, wandb: StandIn) -> None:
     swept = [["experiment=wall", f"attention={name}", f"seq_len={n}"] for name in ("naive", "tiled") for n in (64, 128)]
-    write_manifest(tmp_path, [Job(n, tuple(lines), tmp_path / str(n)) for n, lines in enumerate(swept)], [])
+    write_manifest(tmp_path, [Job(n, tuple(lines), tmp_path / str(n)) for n, lines in enumerate(swept)])
     parts = {"attention": {"name": "tiled"}, "score": {"name": "causal"}, "model": {"name": "tiny"}}
     with Tracker(tmp_path / "3", TrackingConfig(), run_config=parts, steps=1) as tracker:
         tracker.finish({})
