@@ -123,9 +123,9 @@ def go_on(arena: Arena, folder: Path) -> tuple[str, str] | None:
     if len(plan.looks) < plan.planned_looks:
         added = _command(again, f"arena.seeds={total}", f"hydra.sweep.dir={folder}")
         return f"Add {more} seeds{_time(arena, more)}", added
-    again = [line for line in again if not line.startswith(("arena.first_seed=", "arena.looks="))]
+    again = [line for line in again if not line.startswith(("arena.first_seed=", "arena.looks=", "arena.rules."))]
     took = _time(arena, total)
-    fresh = _command(again, f"arena.seeds={total}", f"arena.first_seed={plan.seeds.stop}", "arena.looks=1")
+    fresh = _command(again, f"arena.seeds={total}", f"arena.rules.first_seed={plan.seeds.stop}", "arena.rules.looks=1")
     return f"The planned looks are used up; start anew with {total} other seeds{took}, looked at once", fresh
 
 

@@ -54,7 +54,7 @@ def checked_plan(config: Config, overrides: list[str], of_run: Callable[[Config]
     if "seed" in by_key(overrides):
         sentences.append(
             f"an arena pairs its runs by seed; instead of seed=, set arena.seeds={arena.seeds}, which counts from "
-            f"arena.first_seed={arena.first_seed}."
+            f"arena.rules.first_seed={arena.rules.first_seed}."
         )
     try:
         arms = read_arms(arena.arms or "", sorted(file.stem for file in (CONF / "arm").glob("*.yaml")))

@@ -27,14 +27,26 @@ OWN_DATA = ("data.documents", "data.cache")
 
 
 @dataclass
+class Rules:
+    """The option `arena.rules`.
+
+    first_seed  the first of the seeds
+    margin      the largest difference in loss that does not matter, as a share of the baseline's loss
+    looks       how often the verdicts may be read, each time after more seeds; together they are wrong in 5 % at most
+    """
+
+    first_seed: int = 1
+    margin: float = 0.005
+    looks: int = 2
+
+
+@dataclass
 class ArenaConfig:
     """The options under `arena.*`, which experiment=arena reads.
 
     arms        separated by |: each is a name, a colon and its overrides, or the name of a file of conf/arm/
     seeds       seeds that each arm trains with; more of them continue a sweep
-    first_seed  the first of these seeds
-    margin      the largest difference in loss that does not matter, as a share of the baseline's loss
-    looks       how often the verdicts may be read, each time after more seeds; together they are wrong in 5 % at most
+    rules       what the plan fixes before the first run
     lr          factors of each arm's optimizer.lr that are tried first; empty: none is tried
     sizes       numbers of layers that each arm trains with, the width growing with them; empty: the model as composed
     arm         set for each run of an arena: its arm
@@ -42,9 +54,7 @@ class ArenaConfig:
 
     arms: str | None = None
     seeds: int = 6
-    first_seed: int = 1
-    margin: float = 0.005
-    looks: int = 2
+    rules: Rules = field(default_factory=Rules)
     lr: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
     sizes: list[int] = field(default_factory=list)
     arm: str | None = None
@@ -117,19 +127,19 @@ def arena_mistakes(config: ArenaConfig, arms: Sequence[str]) -> Iterator[str]:
         yield f"arena.arms has {len(arms)} arm, and a comparison takes two or more; separate them with |."
     if config.seeds < 2:
         yield f"arena.seeds={config.seeds} shows no spread between seeds; use 2 or more."
-    if not 0 < config.margin < 1:
+    if not 0 < config.rules.margin < 1:
         yield (
-            f"arena.margin={config.margin:g} must lie above 0 and below 1: the share of the loss that does not matter, "
+            f"arena.rules.margin={config.rules.margin:g} must lie above 0 and below 1: the share of the loss that does not matter, "
             "such as 0.005."
         )
-    if config.looks < 1:
-        yield f"arena.looks={config.looks} must be at least 1."
+    if config.rules.looks < 1:
+        yield f"arena.rules.looks={config.rules.looks} must be at least 1."
     if len(set(config.lr)) < len(config.lr) or not all(0 < factor < math.inf for factor in config.lr):
         yield f"arena.lr={config.lr} must hold different factors above 0, such as [0.5,1,2]; [] tries none."
     if config.sizes != sorted(set(config.sizes)) or any(size < 1 for size in config.sizes):
         yield f"arena.sizes={config.sizes} must hold different numbers of layers above 0, the smallest first."
-    if not 0 <= config.first_seed <= MOST_SEEDS - config.seeds:
-        yield f"arena.first_seed={config.first_seed} must lie between 0 and {MOST_SEEDS:,} less arena.seeds."
+    if not 0 <= config.rules.first_seed <= MOST_SEEDS - config.seeds:
+        yield f"arena.rules.first_seed={config.rules.first_seed} must lie between 0 and {MOST_SEEDS:,} less arena.seeds."
 
 
 def arm_mistakes(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -53,6 +53,9 @@ IGNORED: dict[str, tuple[Any, ...]] = {
 
 # Options that have become entries of another one, and what they are now. A command line may say either.
 MOVED = {
+    "arena.first_seed": "arena.rules.first_seed",
+    "arena.margin": "arena.rules.margin",
+    "arena.looks": "arena.rules.looks",
     "data.hub_revision": "data.hub_rows.revision",
     "data.hub_subset": "data.hub_rows.subset",
     "data.hub_split": "data.hub_rows.split",

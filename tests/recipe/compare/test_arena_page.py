@@ -123,7 +123,7 @@ def test_when_the_looks_are_used_up_the_way_on_is_other_seeds(tmp_path: Path) ->
     folder = write_arena(tmp_path / "s", {"base": 0.0, "near": -0.011}, deviation=0.012, looks=1)
     title, command = go_on(arena_of(folder), folder) or ("", "")
     assert title.startswith("The planned looks are used up; start anew with")
-    assert "arena.first_seed=7 arena.looks=1" in command
+    assert "arena.rules.first_seed=7 arena.rules.looks=1" in command
     assert "hydra.sweep.dir" not in command
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipe.run.arms import ArenaConfig, arena_mistakes, read_arms
+from recipe.run.arms import ArenaConfig, Rules, arena_mistakes, read_arms
 from recipe.run.config import ConfigError
 from recipe.run.launch import prepare
 from recipe.run.plan import Plan
@@ -45,11 +45,11 @@ def test_arms_that_cannot_be_read_are_named(text: str, sentence: str) -> None:
     ("change", "sentence"),
     [
         ({"seeds": 1}, "arena.seeds=1 shows no spread between seeds; use 2 or more."),
-        ({"margin": 0.0}, "arena.margin=0 must lie above 0"),
-        ({"looks": 0}, "arena.looks=0 must be at least 1."),
+        ({"rules": Rules(margin=0.0)}, "arena.rules.margin=0 must lie above 0"),
+        ({"rules": Rules(looks=0)}, "arena.rules.looks=0 must be at least 1."),
         ({"lr": [1.0, -2.0]}, "arena.lr=[1.0, -2.0] must hold different factors above 0"),
         ({"lr": [1.0, 1.0]}, "arena.lr=[1.0, 1.0] must hold different factors above 0"),
-        ({"first_seed": -1}, "arena.first_seed=-1 must lie between 0 and"),
+        ({"rules": Rules(first_seed=-1)}, "arena.rules.first_seed=-1 must lie between 0 and"),
     ],
 )
 def test_options_that_decide_nothing_are_refused(change: dict, sentence: str) -> None:

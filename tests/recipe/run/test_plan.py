@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.run.arms import FIRST_LR_SEED, ArenaConfig
+from recipe.run.arms import FIRST_LR_SEED, ArenaConfig, Rules
 from recipe.run.plan import (
     FILE,
     Look,
@@ -87,7 +87,7 @@ def test_more_seeds_are_a_look_and_the_same_seeds_are_none() -> None:
     ("options", "sentence"),
     [
         ({"seeds": 2}, r"arena\.seeds=2 is fewer than the 3"),
-        ({"margin": 0.01}, r"its margin is 0\.005 instead of 0\.01"),
+        ({"rules": Rules(margin=0.01)}, r"its margin is 0\.005 instead of 0\.01"),
         ({"lr": [1.0]}, "its lr is"),
     ],
 )
