@@ -44,7 +44,7 @@ from data.files import (
     text_of,
     text_size,
 )
-from data.options import DataConfig
+from data.options import DataConfig, HubRows
 from data.own_tokenizer import OwnTokenizer
 from data.tokenizers import Tokenizer, encoder
 
@@ -344,7 +344,7 @@ class HubCorpus(Corpus):
         """The text of every row, empty for null."""
         c = self.config
         try:
-            for row in _hub_rows(str(c.hub), c.hub_rows.subset, c.hub_rows.split, c.hub_rows.revision):
+            for row in _hub_rows(str(c.hub), c.hub_rows):
                 yield text_of(row, c.text_field, str(c.hub))
         except DataError:
             raise
@@ -370,18 +370,18 @@ class JoinedHubCorpus(HubCorpus):
         yield {"split": "train", "text": "".join(self.texts()), "opens": True}
 
 
-def _hub_rows(hub: str, subset: str | None, splits: str, revision: str | None) -> Iterator[Row]:
+def _hub_rows(hub: str, rows: HubRows) -> Iterator[Row]:
     import datasets
     from huggingface_hub import HfApi
 
     def load(revision: str | None) -> list[datasets.IterableDataset]:
-        names = splits.split("+")
-        return [datasets.load_dataset(hub, subset, split=s, revision=revision, streaming=True) for s in names]
+        names = rows.split.split("+")
+        return [datasets.load_dataset(hub, rows.subset, split=s, revision=revision, streaming=True) for s in names]
 
     if not Path(hub).is_dir():  # without network, load_dataset retries for half a minute
-        HfApi().dataset_info(hub, revision=revision, timeout=20)
+        HfApi().dataset_info(hub, revision=rows.revision, timeout=20)
     try:
-        parts = load(revision)
+        parts = load(rows.revision)
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error):
             raise

@@ -36,10 +36,9 @@ def data_mistakes(config: DataConfig) -> Iterator[str]:
     if config.name not in CORPORA and config.name not in TASKS:
         yield f"data.name={config.name} is not a corpus; choose data={' or '.join([*CORPORA, *TASKS])}."
         return
-    default = DataConfig()
     for option in fields(config):
         value, readers = getattr(config, option.name), READERS.get(option.name, tuple(CORPORA))
-        if value != getattr(default, option.name) and config.name not in readers:
+        if value != getattr(DataConfig(), option.name) and config.name not in readers:
             yield (
                 f"data.{option.name}={value} has no effect with data={config.name}; "
                 f"leave it out or choose data={' or '.join(readers)}."

@@ -129,8 +129,8 @@ def arena_mistakes(config: ArenaConfig, arms: Sequence[str]) -> Iterator[str]:
         yield f"arena.seeds={config.seeds} shows no spread between seeds; use 2 or more."
     if not 0 < config.rules.margin < 1:
         yield (
-            f"arena.rules.margin={config.rules.margin:g} must lie above 0 and below 1: the share of the loss that does not matter, "
-            "such as 0.005."
+            f"arena.rules.margin={config.rules.margin:g} must lie above 0 and below 1: the share of the loss that does "
+            "not matter, such as 0.005."
         )
     if config.rules.looks < 1:
         yield f"arena.rules.looks={config.rules.looks} must be at least 1."
@@ -139,7 +139,9 @@ def arena_mistakes(config: ArenaConfig, arms: Sequence[str]) -> Iterator[str]:
     if config.sizes != sorted(set(config.sizes)) or any(size < 1 for size in config.sizes):
         yield f"arena.sizes={config.sizes} must hold different numbers of layers above 0, the smallest first."
     if not 0 <= config.rules.first_seed <= MOST_SEEDS - config.seeds:
-        yield f"arena.rules.first_seed={config.rules.first_seed} must lie between 0 and {MOST_SEEDS:,} less arena.seeds."
+        yield (
+            f"arena.rules.first_seed={config.rules.first_seed} must lie between 0 and {MOST_SEEDS:,} less arena.seeds."
+        )
 
 
 def arm_mistakes(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

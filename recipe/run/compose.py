@@ -25,6 +25,7 @@ from recipe.run.removed import moved, refusal
 from recipe.run.wording import expected, explain, quoted_twice, whole_number_hint
 from recipe.wording import as_typed
 
+OPTIONAL = ("experiment", "arm")  # groups of which a run may have none
 MOST_JOBS = 10_000  # of a sweep: each is composed and checked before the first one starts
 
 
@@ -93,6 +94,8 @@ def mistakes(line: str) -> Iterator[str]:
 def choice_mistakes(group: str, value: Any) -> Iterator[str]:
     """A sentence if a value names no file of a folder of conf/."""
     files = sorted(choices()[group])
+    if value is None and group in OPTIONAL:
+        return
     if not isinstance(value, str):
         yield f"{group}={as_typed(value)} has to name a file of conf/{group}/; single values are {group}.<name>=..."
     elif value not in files:

@@ -95,7 +95,7 @@ def test_seeds_are_added_to_what_is_done(start, tmp_path: Path) -> None:
     assert plan is not None
     assert [look.seeds for look in plan.looks] == [2, 4]
     with pytest.raises(PlanError, match=r"its margin is 0\.005 instead of 0\.01"):
-        start("arena.seeds=4", "arena.margin=0.01")
+        start("arena.seeds=4", "arena.rules.margin=0.01")
 
 
 def test_a_learning_rate_that_diverges_is_not_chosen(start, tmp_path: Path) -> None:

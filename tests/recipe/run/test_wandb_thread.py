@@ -234,10 +234,7 @@ def run_with_the_real_wandb(folder: Path, *arguments: str) -> str:
 
 
 def test_the_real_wandb_without_a_key_writes_an_offline_run(tmp_path: Path) -> None:
-    (tmp_path / "run" / "profile").mkdir(parents=True)
-    (tmp_path / "run" / "profile" / "table.txt").write_text("matmul  61.0%")
     folder = Path(run_with_the_real_wandb(tmp_path).split()[-1])
-    assert (folder / "files" / "profile" / "table.txt").read_text() == "matmul  61.0%"
     (recorded,) = folder.glob("run-*.wandb")
     assert b"parity/worst_parameter" in recorded.read_bytes()
     assert len(list(folder.glob("files/media/images/figures/loss*.png"))) == 1
