@@ -23,10 +23,10 @@ from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from recipe.errors import UserError, refusals, sentence_of
 from recipe.infer.evaluation.harness import run_tasks
-from recipe.infer.evaluation.scorer import LanguageModel, Scorer, rolling_windows
+from recipe.infer.evaluation.scorer import LanguageModel, Scorer
 from recipe.infer.evaluation.tasks import run_file
 from recipe.infer.trained import ModelChoice, load_trained
-from recipe.run.config import Config, ConfigError
+from recipe.run.config import Config
 from recipe.run.run_folder import locked
 from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import save_checkpoint
@@ -120,11 +120,6 @@ def test_where_there_is_no_terminal_lines_say_how_far_it_is(run, tmp_path, capsy
     assert all(re.fullmatch(r"windows: \d of 6, 0:00:\d\d left", line) for line in lines)
 
 
-def test_windows_predict_each_token_once_after_as_much_as_fits():
-    windows = rolling_windows(list(range(10)), prefix=-1, longest=4)
-    assert windows == [([-1], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
-
-
 def test_perplexities_count_each_byte_of_each_text_once(run, tmp_path):
     model, nats = fresh("learned"), 0.0
     for text in TEXTS:
@@ -188,20 +183,6 @@ def test_the_moving_average_of_the_weights_is_measured_on_request(tmp_path):
     plain = evaluated(make_run(tmp_path / "other"), *arguments[:2])[str(text)]
     save_checkpoint(run / "checkpoints", state, 6, keep_last=1, metadata={})
     assert evaluated(run, *arguments)[f"{text} weights=ema"]["loss"] == plain["loss"]
-
-
-def test_a_removed_option_is_ignored_at_its_default_and_refused_else(tmp_path):
-    text, run = tmp_path / "book.txt", make_run(tmp_path / "run")
-    text.write_text("A line of text.\n" * 5)
-    arguments = ["data=text", f"data.path={text}"]
-    plain = evaluated(run, *arguments)
-    config = run / ".hydra" / "config.yaml"
-    recorded = config.read_text()
-    config.write_text(recorded.replace("training:\n", "training:\n  mlp_in_fp8: false\n"))
-    assert evaluated(run, *arguments) == plain
-    config.write_text(recorded.replace("training:\n", "training:\n  mlp_in_fp8: true\n"))
-    with pytest.raises(ConfigError, match=r"training\.mlp_in_fp8 is no longer an option; .* version that trained"):
-        evaluated(run, *arguments)
 
 
 def test_documents_that_share_a_window_have_the_losses_of_documents_alone(tmp_path):
@@ -348,27 +329,6 @@ def test_bits_per_byte_of_a_text_without_spaces_are_finite_and_its_word_perplexi
     found = evaluated(run, f"tasks={write(tmp_path / 'long.jsonl', [{'text': '木' * 400}])}")["long"]
     assert found["word_perplexity"] == "inf"
     assert found["byte_perplexity"] == pytest.approx(2 ** found["bits_per_byte"])
-
-
-def test_an_exported_folder_gets_the_same_scores_from_lm_evals_model(run, tmp_path):
-    pytest.importorskip("lm_eval")
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    (run / "summary.json").unlink()
-    sample.main([f"run={run}", f"export={tmp_path / 'exported'}"])
-    theirs = HFLM(pretrained=str(tmp_path / "exported"), device="cpu", dtype="float32", batch_size=3)
-    ours = Scorer(LanguageModel(load_trained(run, ModelChoice(device="cpu"))), batch=3)
-    pairs = [(line["question"], f" {choice}") for line in QUESTIONS for choice in line["choices"]]
-    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
-    for (log, greedy), (their_log, their_greedy) in zip(
-        ours.loglikelihood(pairs), theirs.loglikelihood(asked), strict=True
-    ):
-        assert (log, greedy) == (pytest.approx(their_log, abs=1e-4), their_greedy)
-    asked = [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(TEXTS)]
-    assert ours.loglikelihood_rolling(TEXTS) == pytest.approx(theirs.loglikelihood_rolling(asked), abs=1e-4)
 
 
 @pytest.mark.parametrize(

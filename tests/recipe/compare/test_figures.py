@@ -17,7 +17,7 @@ from recipe.compare.figures import charts
 from recipe.compare.parity import judge
 from recipe.compare.runs import find_runs
 from recipe.compare.sweeps import sweeps_of
-from recipe.drawing import _RC, COLOURS, WIDTH, Chart, legend_columns, styles
+from recipe.drawing import _RC, COLOURS, WIDTH, Chart, styles
 from tests.recipe.compare.synthetic import write_run
 
 
@@ -62,16 +62,6 @@ def test_the_runs_of_every_setting_and_implementation_are_drawn(tmp_path: Path, 
     assert names == {"naive lr=0.001", "flash lr=0.001", "naive lr=0.003", "flash lr=0.003"}
 
 
-def test_a_single_check_has_a_single_tick(tmp_path: Path, figure: Figure) -> None:
-    write_run(tmp_path / "flash", "flash", steps=1, probe_every=1)
-    charts_of(tmp_path)["probe"].draw(figure)
-    figure.canvas.draw()
-    (axes,) = figure.axes
-    low, high = axes.get_xlim()
-    shown = [tick.label1.get_text() for tick in axes.xaxis.get_major_ticks() if low <= tick.get_loc() <= high]
-    assert shown == ["1"]
-
-
 def test_the_distance_is_drawn_beside_the_spread_between_seeds_and_the_rounding(tmp_path: Path, figure: Figure) -> None:
     for seed in (1, 2):
         for attention in ("naive", "flash"):
@@ -100,11 +90,6 @@ def test_no_two_labels_look_the_same() -> None:
     looks = [(style.colour, style.line) for style in styles(labels).values()]
     assert len(set(looks)) == len(labels)
     assert looks[0][0] == COLOURS["naive"]
-
-
-def test_long_labels_get_a_row_each() -> None:
-    assert legend_columns(["a", "b"]) == 2
-    assert legend_columns(["a" * 60, "b" * 60]) == 1
 
 
 def test_runs_that_logged_a_single_loss_have_no_curve(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_an_ablated_run_that_came_to_nan_gets_no_advice(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("damaged", [[1], "text", 3, None])
+@pytest.mark.parametrize("damaged", [[1], "text"])
 def test_parts_of_a_summary_that_are_no_parts_are_passed_over(tmp_path: Path, damaged: object) -> None:
     parts = ("median", "peak", "git", "versions", "device", "ablation", "step", "parameters")
     for seq_len in (128, 256, 512):

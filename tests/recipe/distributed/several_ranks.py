@@ -21,8 +21,6 @@ import numpy as np
 import torch
 import torch._dynamo  # fully_shard imports it when it is first called: once here, not once a rank
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 
 from attention import AttentionConfig, DropoutKey, build_attention
@@ -38,7 +36,6 @@ from recipe.distributed.context import ContextAttention, ContextBy
 from recipe.distributed.norm import local
 from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.ranks import PATIENCE_S, joined
-from recipe.distributed.shared_update import SharedAdamW, SharedTree
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config, ConfigError
@@ -80,8 +77,21 @@ PARALLEL = {
     "keys, sharded": ParallelConfig(DataParallel.shard, context=2),
 }
 
-# Number of ranks -> the precisions in which they train what one rank trains.
-AUTOCAST = {1: (Precision.bf16, Precision.fp16), 2: (Precision.fp16,), 4: (Precision.bf16,)}
+# Kind of training -> the numbers of ranks that do it, and options of build.
+KINDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "": ((1, 2, 4), {}),
+    "all parts": ((1, 4), {"model": PARTS}),  # four ranks cut biases inside a vector of the optimizer's
+    "mixers": ((1, 4), {"model": MIXED}),
+    # Also matrices whose rows the ranks do not divide evenly, or that have fewer rows than ranks.
+    "muon": ((1, 4), {"model": UNEVEN, "optimizer": "muon"}),
+    # Of a norm alone only one of four ranks measures gradients.
+    **{kind: ((1, 4), {"optimizer": "torch's", "trained": names}) for kind, names in TRAINED.items()},
+    "two terms": ((1, 2), {"micro_batches": 2}),  # a sum of two has one order, in a library too
+    "fp16": ((1, 2), {"precision": Precision.fp16}),
+    "bf16": ((1, 4), {"precision": Precision.bf16}),
+    # Matrices that are read in fp32 under autocast.
+    "forgetting": ((1, 4), {"precision": Precision.bf16, "model": MODEL, "score": FORGETTING}),
+}
 
 # Numbers of ranks, each of which resumes from the checkpoint of the number before it.
 SHARD, REPLICATE = DataParallel.shard, DataParallel.replicate
@@ -169,40 +179,6 @@ def local_tree(terms: list[Tensor]) -> Tensor:
     return local_tree(terms[:middle]) + local_tree(terms[middle:])
 
 
-def sums_of_copies(world: World) -> dict[str, bool]:
-    """Whether ranks that exchange gradients of rounded copies have a tree's sums in fp32, by parameter, after three
-    micro-batches each."""
-    shapes = {"a copy": (8, 160), "a copy without gradients": (12, 96), "whole": (20, 96), "undivided": (7, 33)}
-    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
-    copies = {p: nn.Parameter(p.detach().bfloat16()) for name, p in parameters.items() if "copy" in name}
-    adamw = torch.optim.AdamW(parameters.values(), fused=True)
-    optimizer = SharedAdamW(adamw, init_device_mesh("cpu", (world.size,)), copies)
-    exchange = SharedTree(optimizer)
-
-    def gradient(name: str, leaf: int) -> Tensor:
-        """Of all magnitudes, as precise as the parameter that has it."""
-        drawn = torch.Generator().manual_seed(leaf)
-        x, exponents = (torch.randn(shapes[name], generator=drawn) for _ in range(2))
-        return (x * 10**exponents).to(copies.get(parameters[name], parameters[name]).dtype)
-
-    for micro_step in range(3):
-        for name, p in parameters.items():
-            if name != "a copy without gradients":
-                copies.get(p, p).grad = gradient(name, micro_step * world.size + world.rank)
-        exchange.add()
-    exchange.finish()
-    found = {}
-    for name, p in parameters.items():
-        expected = local_tree([gradient(name, leaf).float() for leaf in range(3 * world.size)])
-        if name == "a copy without gradients":
-            expected.zero_()
-        gradients = optimizer.shards[copies.get(p, p)].grad
-        assert isinstance(gradients, DTensor)
-        found[name] = torch.equal(gradients.full_tensor(), expected) and copies.get(p, p).grad is None
-        assert optimizer.divides(p) == (name != "undivided")
-    return found
-
-
 def part_of_moments(trainer: Trainer) -> float:
     """How much of all moments this rank keeps."""
     moments = [value for name, value in trainer.state()["training"].items() if name.endswith(".exp_avg")]
@@ -216,56 +192,30 @@ def one_loss(trainer: Trainer) -> str:
     return trainer.whole_model().eval()(inputs, targets).item().hex()
 
 
-def work(world: World) -> dict[str, Any]:
-    """All results that are compared between runs on different numbers of ranks.
+def parallels(kind: str, size: int) -> list[str]:
+    """The ways in which so many ranks share a kind of training; one rank has nothing to share out."""
+    if size == 1 or kind == "mixers":
+        return ["exact"]
+    if size == 4 and not kind:
+        return [*PARALLEL]
+    return ["exact", "sharded", *(["sharded, any"] if kind == "muon" else [])]
 
-    One rank has nothing to share out: the others' runs of every kind are compared with its exact one.
-    """
+
+def work(world: World) -> dict[str, Any]:
+    """All results that are compared between runs on different numbers of ranks, by the way of sharing and the kind."""
     found: dict[str, Any] = {}
-    alone = world.size == 1
-    both = ("exact",) if alone else ("exact", "sharded")
-    for name, parallel in PARALLEL.items():
-        if world.size < 4 and name not in both:
-            continue
-        by_keys = patch("recipe.distributed.sharing.shared_by", return_value=ContextBy.keys)
-        with by_keys if name.startswith("keys") else nullcontext():
-            trainer = build(world, parallel)
-        found[name] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
-        found[name]["whole model"] = one_loss(trainer)
-        if name == "exact":
-            found["part of the moments"] = part_of_moments(trainer)
-    if world.size != 2:
-        for name in both:  # four ranks cut biases inside a vector of the optimizer's
-            trainer = build(world, PARALLEL[name], model=PARTS)
-            found[f"{name}, all parts"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
-        trainer = build(world, PARALLEL["exact"], model=MIXED)
-        found["mixers"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
-        for name in both if alone else (*both, "sharded, any"):
-            trainer = build(world, PARALLEL[name], model=UNEVEN, optimizer="muon")
-            found[f"{name}, muon"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
-            found[f"{name}, muon"]["whole model"] = one_loss(trainer)
-        for name in ("exact", "sharded"):
-            for trained, names in TRAINED.items():
-                trainer = build(world, PARALLEL[name], optimizer="torch's", trained=names)
-                updates = train(trainer, range(STEPS))
-                found[f"{name}, {trained}"] = {"updates": updates, "whole model": one_loss(trainer)}
-    if world.size <= 2:  # a sum of two has one order, in a library too
-        for name in both:
-            found[f"{name}, two terms"] = train(build(world, PARALLEL[name], micro_batches=2), range(STEPS))
-    for precision in AUTOCAST[world.size]:
-        for name in both:
-            trainer = build(world, PARALLEL[name], precision=precision)
-            found[f"{name}, {precision.value}"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
-            found[f"{name}, {precision.value}"]["whole model"] = one_loss(trainer)
-            if name == "exact" and world.size > 1:
-                found["rounded"] = sum(
-                    p.numel() for p in trainer.sharing.computing.parameters() if p.dtype is precision.dtype
-                )
-    if Precision.bf16 in AUTOCAST[world.size]:
-        for name in both:
-            trainer = build(world, PARALLEL[name], precision=Precision.bf16, model=MODEL, score=FORGETTING)
-            found[f"{name}, forgetting"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
-    found["sums of copies"] = sums_of_copies(world) if world.size > 1 else {}
+    for kind, (sizes, options) in KINDS.items():
+        for name in parallels(kind, world.size) if world.size in sizes else []:
+            by_keys = patch("recipe.distributed.sharing.shared_by", return_value=ContextBy.keys)
+            with by_keys if name.startswith("keys") else nullcontext():
+                trainer = build(world, PARALLEL[name], **options)
+            results = {"updates": train(trainer, range(STEPS)), **validate(trainer), "whole model": one_loss(trainer)}
+            found[f"{name}, {kind}"] = results
+            if name == "exact" and not kind:
+                found["part of the moments"] = part_of_moments(trainer)
+            if name == "exact" and kind in ("fp16", "bf16") and world.size > 1:
+                computing = trainer.sharing.computing.parameters()
+                found["rounded"] = sum(p.numel() for p in computing if p.dtype is options["precision"].dtype)
     found["masks"], found["timeouts are the run's"] = masks(world)
     check_ranks_agree(Config(seed=SEED, device=f"cuda:{world.rank}"))
     try:

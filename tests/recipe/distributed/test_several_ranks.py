@@ -23,7 +23,7 @@ from recipe.distributed.sharded_update import with_bits_of_wholes
 from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
 from recipe.run.metrics import read_metrics
-from tests.recipe.distributed.several_ranks import STEPS, TRAINED, local_tree
+from tests.recipe.distributed.several_ranks import KINDS, PARALLEL, STEPS, local_tree, parallels
 from tests.recipe.distributed.test_ranks import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -82,35 +82,16 @@ def test_an_optimizer_that_derives_from_adamw_keeps_its_update() -> None:
     assert Sharing.share_update(ranks, optimizer, micro_steps=1) is optimizer
 
 
-# Kind of training -> the numbers of ranks that are compared with one.
-SAME_BITS = {
-    "": (2, 4),
-    "kept gathered": (4,),
-    "all parts": (4,),
-    "muon": (4,),  # also of matrices whose rows the ranks do not divide evenly, or that have fewer rows than ranks
-    **dict.fromkeys(TRAINED, (1, 4)),  # frozen parameters; of a norm alone only one of four ranks measures gradients
-    "fp16": (2,),
-    "bf16": (4,),
-    "forgetting": (4,),  # matrices that are read in fp32 under autocast
-    "two terms": (2,),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SAME_BITS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Found, kind: str) -> None:
-    (alone,) = found[1]
-    expected = alone["exact" if kind in ("", "kept gathered") else f"exact, {kind}"]
-    updates = expected if kind == "two terms" else expected["updates"]
-    assert len({loss for loss, _ in updates}) == STEPS
-    for rank in (rank for size in SAME_BITS[kind] for rank in found[size]):
-        for parallel in ("sharded",) if kind == "kept gathered" else ("exact", "sharded"):
-            assert rank[f"{parallel}, {kind}" if kind else parallel] == expected
-
-
-@pytest.mark.slow
-def test_replicated_ranks_have_the_bits_of_one_with_mixers_too(found: Found) -> None:
-    assert [rank["mixers"] for rank in found[4]] == 4 * [found[1][0]["mixers"]]
+    (alone,), (sizes, _) = found[1], KINDS[kind]
+    expected = alone[f"exact, {kind}"]
+    assert len({loss for loss, _ in expected["updates"]}) == STEPS
+    for size in sizes[1:]:
+        exact = [name for name in parallels(kind, size) if PARALLEL[name].exact and PARALLEL[name].context == 1]
+        assert exact
+        assert [[rank[f"{name}, {kind}"] for name in exact] for rank in found[size]] == [[expected] * len(exact)] * size
 
 
 @pytest.mark.slow
@@ -123,13 +104,6 @@ def test_ranks_that_replicate_under_autocast_compute_with_rounded_copies(found: 
 def test_replicated_ranks_share_the_moments_of_matrices(found: Found) -> None:
     for size in (1, 2, 4):
         assert all(1 <= size * rank["part of the moments"] < 1 + 0.03 * size for rank in found[size])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_gradients_of_rounded_copies_are_added_in_the_tree_in_fp32(found: Found, size: int) -> None:
-    for rank in found[size]:
-        assert list(rank["sums of copies"].values()) == [True] * 4, rank["sums of copies"]
 
 
 @pytest.mark.slow
@@ -158,7 +132,7 @@ def test_ranks_with_different_configurations_are_all_refused(found: Found, size:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), [("adamw", "exact"), ("muon", "exact, muon"), ("bf16", "exact, bf16")])
+@pytest.mark.parametrize(("kind", "name"), [("adamw", "exact, "), ("muon", "exact, muon"), ("bf16", "exact, bf16")])
 def test_checkpoints_are_read_on_another_number_of_ranks(found: Found, kind: str, name: str) -> None:
     """From four sharded ranks to two, from two to one, from one to four replicated ranks. In bf16 all are replicated:
     each has the fp32 weights of its rows alone."""
@@ -208,10 +182,10 @@ def test_a_run_on_several_ranks_probes_evaluates_and_samples_as_on_one_and_is_pr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["any", "sharded, any", "sharded, any, muon", "heads", "keys, sharded"])
+@pytest.mark.parametrize("name", ["any, ", "sharded, any, ", "sharded, any, muon", "heads, ", "keys, sharded, "])
 def test_sums_in_another_order_and_shared_sequences_differ_by_rounding_alone(found: Found, name: str) -> None:
     (alone,) = found[1]
-    exact = alone["exact, muon" if name.endswith("muon") else "exact"]
+    exact = alone["exact, muon" if name.endswith("muon") else "exact, "]
     expected = [float.fromhex(loss) for loss, _ in exact["updates"]]
     validation = float.fromhex(exact["validation"])
     for rank in found[4]:

@@ -112,35 +112,3 @@ def test_the_page_finetunes_a_llama_as_transformers_does_and_exports_it(here):
     exec(code, names)  # the page's
     assert names["answer"]["role"] == "assistant"
     assert json.loads((here / "my-llama" / "generation_config.json").read_text())["eos_token_id"] == 1
-
-
-def test_twenty_steps_are_those_of_the_trainer_of_transformers(here):
-    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
-    write_folder(here / "llama")
-    write_lines(here / "chats.jsonl", conversations(60))
-    on_chats, _ = commands()
-    assert train(*on_chats, "training.steps=20", "hydra.run.dir=run") == 0
-
-    given = [arguments(batch) for batches in micro_batches(here / "run", 20) for batch in batches]
-    shares: list[float] = []  # of each micro-batch in its step's loss
-
-    class Recorder(transformers.Trainer):
-        def get_train_dataloader(self) -> Any:
-            return given
-
-        def training_step(self, *inputs: Any, **options: Any) -> Tensor:
-            loss = super().training_step(*inputs, **options)
-            shares.append(loss.item())
-            return loss
-
-    options = transformers.TrainingArguments(
-        "trainer", max_steps=20, learning_rate=3e-3, lr_scheduler_type="constant", weight_decay=0.0, adam_beta2=0.999,
-        max_grad_norm=1.0, gradient_accumulation_steps=2, use_cpu=True, report_to=[], save_strategy="no",
-        optim="adamw_torch",
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_pretrained(here / "llama", attn_implementation="eager")
-    Recorder(model, options).train()
-    theirs = [sum(shares[2 * step : 2 * step + 2]) for step in range(20)]
-    ours = losses(here / "run", "train/loss")
-    assert ours == pytest.approx(theirs, rel=1e-6)
-    assert theirs[-1] < 0.5 * theirs[0]

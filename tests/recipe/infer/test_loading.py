@@ -79,11 +79,8 @@ def test_a_shorter_model_takes_the_first_positions(gpt2, folder):
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ({"config": replace(CONFIG, n_layers=2)}, r"model.n_layers=3, and the model 2; set model.n_layers=3\."),
-        ({"config": replace(CONFIG, n_heads=8)}, r"set model.n_heads=4\."),
         ({"config": replace(CONFIG, n_kv_heads=2)}, r"set model.n_kv_heads=4\."),
         ({"config": replace(CONFIG, n_embd=128)}, r"set model.n_embd=64\."),
-        ({"config": replace(CONFIG, bias=False)}, r"set model.bias=true\."),
         ({"config": replace(CONFIG, positions=Positions.rotary)}, r"set model.positions=learned\."),
         ({"vocab_size": 257}, r"487 tokens, and the data's tokenizer 257; GPT-2's own is data.tokenizer=gpt2\."),
         ({"seq_len": 64}, r"32 positions, fewer than seq_len=64"),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.run.compose import composed, to_config
@@ -53,21 +50,3 @@ def test_a_change_to_one_configuration_reaches_no_other() -> None:
         first.more = first.attention.block_q = first.hydra.job.chdir = 7
         first.optimizer.betas.append(0.5)
     assert OmegaConf.to_yaml(composed(["attention=tiled"])) == plain
-
-
-def test_a_file_that_has_changed_and_files_of_another_folder_are_read(tmp_path: Path) -> None:
-    for folder, key in (("first", "a"), ("second", "b")):
-        (tmp_path / folder / "part").mkdir(parents=True)
-        (tmp_path / folder / "config.yaml").write_text(f"defaults: [part: one, _self_]\n{key}: 1\n")
-        (tmp_path / folder / "part" / "one.yaml").write_text("x: 1\n")
-
-    def read(folder: str) -> Any:
-        with initialize_config_dir(str(tmp_path / folder), version_base="1.3"):
-            return compose("config", [])
-
-    assert read("first") == {"part": {"x": 1}, "a": 1}
-    assert read("second") == {"part": {"x": 1}, "b": 1}
-    changed = tmp_path / "first" / "part" / "one.yaml"
-    changed.write_text("x: 2\n")
-    os.utime(changed, ns=(0, changed.stat().st_mtime_ns + 1))
-    assert read("first") == {"part": {"x": 2}, "a": 1}

@@ -70,14 +70,6 @@ def test_every_experiment_may_be_cut_to_three_steps(name: str) -> None:
     assert not list(mistakes(composed(*job)))
 
 
-@pytest.mark.parametrize("file", [*FILES, Path("config.yaml")], ids=str)
-def test_every_file_opens_with_the_command_that_uses_it(file: Path) -> None:
-    lines = [line for line in (CONF / file).read_text().splitlines() if not line.startswith("# @package")]
-    assert lines[0].startswith("# python train.py")
-    if file != Path("config.yaml"):
-        assert f"{file.parent}={file.stem}" in lines[0]
-
-
 def test_names_in_the_groups_are_those_of_the_registries() -> None:
     for group, names in (("attention", IMPLEMENTATIONS), ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
         files = {file.stem: yaml.safe_load((CONF / file).read_text()) for file in FILES if file.parent == Path(group)}

@@ -197,6 +197,7 @@ def test_a_removed_option_is_ignored_at_its_default_and_refused_else(run: Path) 
     config["training"] |= {"mlp_in_fp8": False}
     write_recorded(run, config, ["seed=1337", "training.mlp_in_fp8=false"])
     assert [line for line in resumed(["resume=run"]) if "mlp_in_fp8" in line] == []
+    assert as_plain(read_config(run)) == as_plain(Config())
     (found,) = find_runs([run]).runs
     assert "training.mlp_in_fp8" not in found.settings
     record(run, "seed=1337", "training.mlp_in_fp8=true")

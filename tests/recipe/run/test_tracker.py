@@ -18,6 +18,7 @@ from recipe.run.progress import ProgressLine
 from recipe.run.summary import draw_loss_curve, git_state, write_summary
 from recipe.run.tracker import Tracker, TrackingConfig, TrackingMode
 from tests.limits import files_limited_to
+from tests.recipe.training.test_checkpoint import before_each_operation
 
 ROOT = Path(__file__).parents[3]
 DISABLED = TrackingConfig(mode=TrackingMode.disabled)
@@ -66,6 +67,16 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
         *({"step": step, "train/loss": 1.0, "val/loss": 2.0} for step in (0, 10, 20)),
         {"step": 30, "train/loss": 3.0},
     ]
+
+
+def test_a_kill_while_a_run_is_resumed_keeps_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    log_steps(MetricsFile(path), 30)
+    copies = before_each_operation(path.parent, tmp_path / "copies", lambda: MetricsFile(path, resume_step=20))
+    assert len(copies) > 3
+    for copy in copies:
+        assert [record["step"] for record in read_metrics(copy / path.name)][:21] == [*range(21)]
 
 
 def test_damaged_lines_are_counted_and_left_out_when_a_run_is_resumed(tmp_path: Path, capsys: Any) -> None:

@@ -128,7 +128,7 @@ def test_without_its_server_wandb_records_offline_and_says_so(tmp_path: Path, wa
     assert output.splitlines()[-1].split()[:3] == ["W&B", "wandb", "sync"]
 
 
-@pytest.mark.parametrize("place", ["init", "log"])
+@pytest.mark.parametrize("place", ["init", "log", "finish"])
 @pytest.mark.parametrize(("kind", "reason"), [("raise", "RuntimeError: quota exceeded"), ("hang", "did not finish")])
 def test_a_failing_or_hanging_wandb_costs_one_warning_and_no_time(
     tmp_path: Path, wandb: StandIn, capsys: Any, monkeypatch: pytest.MonkeyPatch, place: str, kind: str, reason: str
@@ -233,6 +233,7 @@ def run_with_the_real_wandb(folder: Path, *arguments: str) -> str:
     return printed
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_real_wandb_without_a_key_writes_an_offline_run(tmp_path: Path) -> None:
     folder = Path(run_with_the_real_wandb(tmp_path).split()[-1])
     (recorded,) = folder.glob("run-*.wandb")
@@ -240,6 +241,7 @@ def test_the_real_wandb_without_a_key_writes_an_offline_run(tmp_path: Path) -> N
     assert len(list(folder.glob("files/media/images/figures/loss*.png"))) == 1
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_program_ends_although_the_service_of_the_real_wandb_has_stopped(tmp_path: Path) -> None:
     assert "did not finish within 1 s" in run_with_the_real_wandb(tmp_path, "stop")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

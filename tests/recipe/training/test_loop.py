@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import AttentionConfig, AttentionShape, DropoutRng, build_attention
+from attention import AttentionConfig, DropoutRng, build_attention
 from data.batches import Batch, Batches
 from data.tasks import TASKS
 from model.gpt import GPT
@@ -26,15 +26,12 @@ from recipe.run.build import build_trainer
 from recipe.run.config import Config
 from recipe.run.meters import StepMeter
 from recipe.run.profiler import Profiler
-from recipe.training import parity_probe as parity
 from recipe.training.device import Precision
-from recipe.training.fwd_bwd import FwdBwd, fwd_bwd
 from recipe.training.interruption import Interruption
-from recipe.training.loop import NullRecord, Run, compare, fit
+from recipe.training.loop import NullRecord, Run, fit
 from recipe.training.memory import OutOfMemory, oom_guard, too_large_step
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 from recipe.training.options import TrainingConfig
-from recipe.training.parity_probe import ParityConfig, ParityProbe
 from recipe.training.recall import PositionLoss, Recall, TaskRecall
 from recipe.training.step import NonFiniteError, Trainer
 
@@ -116,26 +113,6 @@ def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step(
     places = ((0, 0), (0, 1), (1, 0), (0, 0))
     keys = (trainer.dropout_key_for(*place) for place in places)
     assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
-
-
-def test_the_probe_compares_with_the_masks_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loss is that of the step which follows it, and every step's masks give another loss."""
-    attention, passes = AttentionConfig(dropout=0.3), []
-
-    def spy(*arguments: Any) -> FwdBwd:
-        passes.append(fwd_bwd(*arguments))
-        return passes[-1]
-
-    monkeypatch.setattr(parity, "fwd_bwd", spy)
-    trainer = build(attention, replace(MODEL, dropout=0.3))
-    shape = AttentionShape(MODEL.n_embd // MODEL.n_heads, MODEL.n_heads, MODEL.n_heads, torch.float32, CPU)
-    probe = ParityProbe(ParityConfig(every=1), attention, shape)
-    batch = batches(trainer).batch(0)
-    for step in range(3):
-        compare(probe, trainer, step, batch)
-        loss = trainer.update(step, [batch])["train/loss"]
-        assert [p.loss.item() for p in passes[-3:]] == pytest.approx([float(loss)] * 3, abs=1e-6)
-    assert len({round(p.loss.item(), 3) for p in passes}) == 3
 
 
 def test_accumulated_micro_batches_are_one_batch_with_the_same_masks() -> None:

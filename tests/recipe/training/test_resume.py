@@ -207,17 +207,11 @@ def test_auto_takes_the_newest_run_with_a_valid_checkpoint(runs: Path) -> None:
     assert resumed("resume=auto") == "outputs/older"
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_passed_over(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    newest = Path("outputs/newer/checkpoints") / f"step-{STEPS:08d}"
-    damage(newest)
-    train("resume=auto")
-    assert f"{newest} is damaged" in capsys.readouterr().out
-    assert_same_run(runs / "newer", runs / "older")
-
-
 def test_resuming_takes_the_recorded_overrides_and_the_new_ones(runs: Path) -> None:
-    train("resume=auto", "training.steps=63", "attention=tiled", "training.batch_tokens=128")
+    changed = ["attention=tiled", "model.dropout=0", "optimizer.lr=1e-4", "training.batch_tokens=128"]
+    train("resume=auto", "training.steps=63", *changed)
     recorded = summary(runs / "newer")
+    assert (recorded["config"]["model"]["dropout"], recorded["config"]["optimizer"]["lr"]) == (0, 1e-4)
     assert (recorded["step"], recorded["attention"], recorded["config"]["seq_len"]) == (63, "tiled", 32)
     assert recorded["tokens"] == STEPS * 384 + 3 * 128
     assert [step for step, *_ in losses(runs / "newer")] == list(range(64))
