@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 
 def main() -> int:
     """Run the command that the arguments name; returns the exit status."""
     command, *arguments = sys.argv[1:] or ["--help"]
     if command == "check":
+        # Mixers are beside this package in the checkout, and within it where it is installed.
+        package = f"{__package__}.mixers" if __package__ != "attention" else "mixers"
+        mixers = import_module(f"{package}.check")
+        if mixers.takes_on(arguments):
+            return mixers.main(arguments)
         from .check.cli import main as check
 
         return check(arguments)
-    known = "gpt-attention check my_module:my_attention    is this attention correct? (check --help has the options)"
+    known = "gpt-attention check my_module:my_attention    is this attention or mixer correct? (check --help has more)"
     if command in ("--help", "-h"):
         print(known)
         return 0

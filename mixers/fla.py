@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -11,15 +12,15 @@ from torch import Tensor
 
 from .recurrence import Decay, MixerError, MixerInputs, Recurrence, document_starts
 
-# Recurrence -> the package's module and function, and its name for the logarithm of the decay.
+# Recurrence -> the package's module and function.
 KERNELS = {
-    Recurrence(Decay.none, False): ("linear_attn", "chunk_linear_attn", None),
-    Recurrence(Decay.fixed, False): ("simple_gla", "chunk_simple_gla", "g"),
-    Recurrence(Decay.head, False): ("simple_gla", "chunk_simple_gla", "g"),
-    Recurrence(Decay.channel, False): ("gla", "chunk_gla", "g"),
-    Recurrence(Decay.none, True): ("delta_rule", "chunk_delta_rule", None),
-    Recurrence(Decay.head, True): ("gated_delta_rule", "chunk_gated_delta_rule", "g"),
-    Recurrence(Decay.channel, True): ("kda", "chunk_kda", "g"),
+    Recurrence(Decay.none, False): ("linear_attn", "chunk_linear_attn"),
+    Recurrence(Decay.fixed, False): ("simple_gla", "chunk_simple_gla"),
+    Recurrence(Decay.head, False): ("simple_gla", "chunk_simple_gla"),
+    Recurrence(Decay.channel, False): ("gla", "chunk_gla"),
+    Recurrence(Decay.none, True): ("delta_rule", "chunk_delta_rule"),
+    Recurrence(Decay.head, True): ("gated_delta_rule", "chunk_gated_delta_rule"),
+    Recurrence(Decay.channel, True): ("kda", "chunk_kda"),
 }
 
 
@@ -32,22 +33,27 @@ def check_device(device: torch.device) -> None:
 
 
 def fla(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> tuple[Tensor, Tensor]:
-    """The output (B, H, T, V) in v's dtype, and the last state (B, H, K, V) in fp32. Raises MixerError.
-
-    Rows with documents go in one after the other, as the package takes them; `initial` then stays out.
-    """
+    """The output (B, H, T, V) in v's dtype, and the last state (B, H, K, V) in fp32. Raises MixerError."""
     check_device(inputs.v.device)
     if recurrence not in KERNELS:
         raise MixerError(f"mixer=fla has no kernel for decay={recurrence.decay.value} with the delta rule.")
-    module, name, decay = KERNELS[recurrence]
-    function: Any = getattr(import_module(f"fla.ops.{module}"), name)
+    module, name = KERNELS[recurrence]
+    return through_package(getattr(import_module(f"fla.ops.{module}"), name), inputs, recurrence, scale)
+
+
+def through_package(
+    function: Callable[..., Any], inputs: MixerInputs, recurrence: Recurrence, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `fla`, by a function that is called as those of the package.
+
+    Rows with documents go in one after the other, as the package takes them; `initial` then stays out.
+    """
     B, H, T, _ = inputs.q.shape
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))  # (B, T, H, D)
     options: dict[str, Any] = {"scale": scale, "output_final_state": True}
-    if decay is not None:
-        assert inputs.log_decay is not None
+    if inputs.log_decay is not None:
         log_decay = inputs.log_decay.transpose(1, 2).float()
-        options[decay] = log_decay if recurrence.decay is Decay.channel else log_decay[..., 0]
+        options["g"] = log_decay if recurrence.decay is Decay.channel else log_decay[..., 0]
     beta = None if inputs.beta is None else inputs.beta.transpose(1, 2)  # (B, T, H)
     if recurrence.delta:
         options["beta"] = q.new_ones(B, T, H) if beta is None else beta

@@ -1,0 +1,114 @@
+"""The check of mixers: planted faults are caught, right mixers are not accused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention.__main__ import main as command
+from mixers import MixerError
+from mixers.cases import cases
+from mixers.check import RECURRENCES, Mixer, Subject, check, find, judge, main, takes_on
+from tests.mixers.wrong_mixers import CHUNK, FAULTS, OF_SUMS, RIGHT
+
+CPU, SIZES = torch.device("cpu"), (4, 6)
+
+
+def caught(mixer: Mixer, name: str, takes: frozenset[str] = Subject._field_defaults["takes"]) -> str | None:
+    """The group of the first case that a mixer fails in fp32; None: it fails none."""
+    subject = Subject(name, mixer, RECURRENCES[name], takes)
+    for case in cases(subject.recurrence, SIZES, CHUNK, takes):
+        if judge(subject, case, CPU).share > 1:
+            return case.group
+    return None
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught(name: str) -> None:
+    assert caught(FAULTS[name], "gdn") is not None
+
+
+@pytest.mark.parametrize("name", OF_SUMS)
+def test_a_planted_fault_of_a_sum_is_caught(name: str) -> None:
+    assert caught(OF_SUMS[name], "mamba2", frozenset({"beta", "scale"})) == "decays"
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "deltanet", "gdn", "kda"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_mixer_is_not_accused(name: str, kind: str) -> None:
+    subject = Subject(name, RIGHT[name], RECURRENCES[kind])
+    dtypes = ["fp32", "bf16", "fp16", "fp64"] if (name, kind) == ("chunks of 4", "kda") else ["fp32"]
+    lines = list(check(subject, CPU, dtypes, CHUNK, SIZES))
+    assert {line.status for line in lines} == {"ok"}
+
+
+MINE = """
+from mixers import Decay, Recurrence, mix
+
+def my_mixer(q, k, v, log_decay, beta, initial=None):
+    return mix(q, k, v, recurrence=Recurrence(Decay.head, True), log_decay=log_decay, beta=beta, initial=initial)
+
+def wrong(q, k, v, log_decay, beta):
+    return my_mixer(q, k, v, log_decay, beta.clamp(max=1))[0]
+
+def packages(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+    q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g[..., None], beta))
+    options = {"recurrence": Recurrence(Decay.head, True), "log_decay": g, "beta": beta, "scale": scale}
+    if cu_seqlens is None:
+        out, state = mix(q, k, v, **options, initial=initial_state)
+        return out.transpose(1, 2), state
+    import torch
+    documents = torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.diff().long())[None]
+    states = [
+        mix(*(x[:, :, a:b] for x in (q, k, v)), recurrence=options["recurrence"], log_decay=g[:, :, a:b],
+            beta=beta[:, :, a:b], scale=scale)[1]
+        for a, b in zip(cu_seqlens[:-1], cu_seqlens[1:])
+    ]
+    return mix(q, k, v, **options, documents=documents)[0].transpose(1, 2), torch.cat(states)
+
+def attention(q, k, v, causal, documents):
+    return v
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path / "mine.py"
+
+
+def test_a_function_is_judged_by_the_recurrence_it_is_nearest_to(mine: Path) -> None:
+    for name in ("my_mixer", "wrong", "packages"):
+        assert find(f"{mine}:{name}", None, CPU).recurrence == RECURRENCES["gdn"]
+    assert find(f"{mine}:my_mixer", None, CPU).takes == {"beta", "initial"}
+    assert find(f"{mine}:packages", None, CPU).takes == {"beta", "scale", "initial", "documents"}
+
+
+def test_the_command_says_what_is_right_and_what_is_wrong(
+    mine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--device", "cpu", "--chunk", "4", "--dtypes", "fp32", "--json", str(mine.with_suffix(".json"))]
+    monkeypatch.setattr("sys.argv", ["gpt-attention", "check", f"{mine}:my_mixer", *options])
+    assert command() == 0
+    printed = capsys.readouterr().out
+    assert "decay=head, with the delta rule" in printed
+    assert "skip  documents   not among its parameters" in printed
+    assert json.loads(mine.with_suffix(".json").read_text())["correct"]
+    assert main([f"{mine}:packages", *options]) == 0
+    assert "refused 1: mixer=fla takes no initial state together with documents" in capsys.readouterr().out
+    assert main([f"{mine}:wrong", *options]) == 1
+    assert "FAIL  beta        1 of 2 wrong, " in capsys.readouterr().out
+    assert main(["fla-gdn", *options]) == 2
+    assert "fla needs a GPU and not cpu" in capsys.readouterr().out
+
+
+def test_what_is_no_mixer_is_left_to_the_check_of_attention(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert takes_on(["--quick", "kda"]) is takes_on([f"{mine}:attention"]) is takes_on(["nowhere:mixer"]) is False
+    assert takes_on(["chunked-kda"]) is takes_on([f"{mine}:attention", "--mixer", "linear"]) is True
+    with pytest.raises(MixerError, match="nowhere:mixer cannot be imported: No module named 'nowhere'"):
+        find("nowhere:mixer", None, CPU)
+    assert main(["chunked-gdn", "--dtypes", "fp8"]) == 2
+    assert "--dtypes fp8 is not known" in capsys.readouterr().err
