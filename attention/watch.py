@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType, ModuleType
@@ -28,7 +28,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .check.formula import Problem
 from .check.judge import Verdict, judge
-from .errors import AttentionError
+from .errors import AttentionError, UnsupportedAttention
+from .interface import Attention
+from .layout import Layout
+from .options import AttentionConfig
+from .score import Score
 
 # As many sequences are compared at a step as have so many pairs of a query and a key in all heads, at least one.
 PAIRS = 2**20
@@ -40,8 +44,7 @@ NO_CALL = (
 Attend = Callable[[Tensor, Tensor, Tensor], Any]  # q, k, v to the result of the model's function
 
 
-@contextmanager
-def watch(every: int = 100, log: Callable[[dict[str, Any]], object] = print) -> Iterator[None]:
+def watch(every: int = 100, log: Callable[[dict[str, Any]], object] = print) -> Watch:
     """Within the block the attention of the model that trains is judged at each `every`-th step of its optimizer.
 
     log  takes a Line for each watched step: a dict for `wandb.log`, which `print` shows as a sentence
@@ -50,14 +53,37 @@ def watch(every: int = 100, log: Callable[[dict[str, Any]], object] = print) -> 
     """
     if every < 1:
         raise AttentionError(f"watch(every={every}) needs a positive number of steps, such as 100.")
-    watcher = Watcher(every, log)
-    with ExitStack() as restore:
-        hook = register_optimizer_step_post_hook(watcher.stepped)
-        restore.callback(hook.remove)
-        for owner, name, function in replacements(watcher):
-            restore.callback(setattr, owner, name, getattr(owner, name))
+    return Watch(Watcher(every, log))
+
+
+class Watch(AbstractContextManager["Watch"]):
+    """The block of `watch`."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher, self.restore = watcher, ExitStack()
+
+    def replace(self, name: str) -> Watch:
+        """Within the block, an implementation of this library computes torch's scaled_dot_product_attention.
+
+        It takes calls without a mask tensor and without dropout. Others raise UnsupportedAttention, and nothing falls
+        back.
+        """
+        known = {cls.name: cls for cls in Attention.__subclasses__() if hasattr(cls, "name")}
+        if name not in known:
+            raise UnsupportedAttention(f"{name} is not known; choose one of {', '.join(sorted(known))}.")
+        self.watcher.name, self.watcher.implementation = name, known[name](AttentionConfig(name))
+        return self
+
+    def __enter__(self) -> Watch:
+        hook = register_optimizer_step_post_hook(self.watcher.stepped)
+        self.restore.callback(hook.remove)
+        for owner, name, function in replacements(self.watcher):
+            self.restore.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, function)
-        yield
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore.close()
 
 
 def replacements(watcher: Watcher) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
@@ -252,7 +278,11 @@ class Watcher:
     others      the layer, shape of q and finite tensors of its other calls
     inside      whether a function that is watched runs: it may call another
     optimizers  the one whose steps count, then those that stepped after it
+    implementation  with its name: computes torch's scaled_dot_product_attention instead; None: torch does
     """
+
+    name = ""
+    implementation: Attention | None = None
 
     def __init__(self, every: int, log: Callable[[dict[str, Any]], object]) -> None:
         self.every, self.log = every, log
@@ -294,12 +324,30 @@ class Watcher:
         ) -> Tensor:
             options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
             attend = partial(function, **options, scale=scale, enable_gqa=enable_gqa)
+            if self.implementation is not None:
+                attend = partial(self.compute, attn_mask is not None, dropout_p, is_causal, scale)
             if torch.compiler.is_compiling():
                 return attend(query, key, value)
             meaning = Meaning(scale, attn_mask, is_causal, dropout=dropout_p)
             return self.observe(attend, (query, key, value), meaning)
 
         return scaled_dot_product_attention
+
+    def compute(
+        self, masked: bool, dropout: float, causal: bool, scale: float | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """What torch's function computes, by the implementation that stands in for it. Raises UnsupportedAttention."""
+        assert self.implementation is not None
+        if masked or dropout:
+            asked = "attn_mask" if masked else f"dropout_p={dropout:g}"
+            raise UnsupportedAttention(
+                f'watch(...).replace("{self.name}") takes no {asked}; leave .replace out for this model.'
+            )
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        uneven = causal and q.shape[2] != k.shape[2]  # torch's mask begins at the first key
+        layout = Layout(q_start=0) if uneven else Layout()
+        return self.implementation(q, k, v, score=Score(causal=causal), layout=layout, scale=scale).out
 
     def interface(self, get_interface: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
         """transformers' choice of an attention function, which gives watched ones."""

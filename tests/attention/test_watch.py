@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import AttentionError, watch
+from attention import AttentionError, Score, UnsupportedAttention, build_attention, watch
 from attention.watch import Line
+from tests.attention.faults import registered
+from tests.wrong_attention import FAULTS as PLANTED
 
 SDPA = F.scaled_dot_product_attention
 T, WIDTH, HEADS = 24, 32, 4
@@ -182,6 +184,29 @@ def test_wrong_calls_are_flagged_at_once(fault: str, monkeypatch: pytest.MonkeyP
     assert "step 1" in str(line)
     assert "layers.0" in str(line)
     assert "WRONG" in str(line)
+
+
+# Planted faults that no call of torch's function in training shows; `gpt-attention check` finds them.
+UNSEEN = {"rare_call", "evaluation_alone", "lse_in_base_two"}
+# Those of windows, documents, soft caps, dropout's key and so on are no part of torch's function.
+SEEN = [
+    name
+    for name, x in PLANTED.items()
+    if x.score == Score() and not (x.documents or x.grouped or x.attention.dropout or name in UNSEEN)
+]
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_planted_faults_that_occur_in_a_call_are_flagged_at_once(name: str, monkeypatch: pytest.MonkeyPatch):
+    with registered():
+        attend = build_attention(PLANTED[name].attention)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **_: Any) -> Tensor:
+        return attend(q, k, v, score=Score(causal=is_causal)).out
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    x = torch.randn(2, 65, WIDTH, generator=torch.Generator().manual_seed(0))
+    assert "watch/wrong" in watched(build(), 1, inputs=5 * x)[0]
 
 
 def test_values_that_are_not_finite_are_named_and_not_laid_at_attentions_door():
@@ -375,3 +400,32 @@ def test_flex_attention_of_transformers_is_judged_by_its_mask_function(monkeypat
     right(watched(Padded(of_transformers("Llama", "flex_attention")), 2))
     later[0] = -1
     assert "watch/wrong" in watched(Padded(of_transformers("Llama", "flex_attention")), 1)[0]
+
+
+def test_an_implementation_of_ours_computes_torchs_function_where_it_replaces_it():
+    plain, lines = build(), []
+    losses = train(plain, 3)
+    with watch(every=1, log=lines.append).replace("tiled"):
+        replaced = train(build(), 3)
+    right(lines)
+    torch.testing.assert_close(replaced, losses)
+    assert not all(torch.equal(a, b) for a, b in zip(replaced, losses, strict=True))
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 9, 8)
+    expected = F.scaled_dot_product_attention(q, k, k, is_causal=True, scale=0.3, enable_gqa=True)
+    with watch().replace("naive"):
+        torch.testing.assert_close(
+            F.scaled_dot_product_attention(q, k, k, is_causal=True, scale=0.3, enable_gqa=True), expected
+        )
+
+
+@pytest.mark.parametrize(
+    "options", [{"attn_mask": torch.ones(T, T, dtype=torch.bool)}, {"dropout_p": 0.1}], ids=["mask", "dropout"]
+)
+def test_what_a_replacement_would_have_to_ignore_is_refused(options: dict[str, Any]):
+    with watch().replace("naive"), pytest.raises(UnsupportedAttention, match=f"takes no {next(iter(options))}"):
+        train(build(is_causal=False, **options), 1)
+
+
+def test_a_replacement_that_is_not_known_is_refused():
+    with pytest.raises(UnsupportedAttention, match=r"fash is not known; choose one of .*flash"):
+        watch().replace("fash")
