@@ -57,9 +57,9 @@ from recipe.run.arguments import parse as key_values
 from recipe.run.compose import checked, expand_home, to_config
 from recipe.run.config import ConfigError
 from recipe.run.wording import one_sentence
+from recipe.training import recall
 from recipe.training.device import resolve_device
 from recipe.training.memory import oom_guard
-from recipe.training.recall import PositionLoss
 
 # The options of data=... that choose a text. The others say how to train on it.
 OF_TEXT = ("data", "data.path", "data.text_field", "data.max_tokens")
@@ -117,7 +117,7 @@ def check_probes(config: EvaluateConfig, of_data: list[str]) -> None:
     if config.tasks is not None:
         raise ConfigError(f"tasks={config.tasks} and probes={config.probes} are two measurements; make one at a time.")
     idle = [f"batch={config.batch}"] if config.batch != EvaluateConfig.batch else []
-    for argument in idle + ([] if PositionLoss.name in names else of_data[:1]):
+    for argument in idle + ([] if recall.OF_TEXT.keys() & set(names) else of_data[:1]):
         raise ConfigError(f"{argument} has no effect on probes={config.probes}; leave it out.")
 
 

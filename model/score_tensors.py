@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -124,13 +125,14 @@ def only_differs(text: str, name: str) -> bool:
 
 def initial(name: str, asked: Any, n_heads: int) -> Tensor:
     """The first value of a learned tensor: {shape: [h, 128], init: 0}, or the shape alone for zeros."""
+    typed = json.dumps(asked, separators=(",", ":")).replace('"', "")
     asked = asked if isinstance(asked, dict) else {"shape": asked}
     shape, init = asked.get("shape", []), asked.get("init", 0)
     shape = shape if isinstance(shape, list | tuple) else [shape]
     sizes = [n_heads if size == "h" else size for size in shape]
     if {*asked} - {"shape", "init"} or any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in sizes):
         raise ScoreError(
-            f"score.learned.{name}={asked} must be a shape such as [h,128], where h is the number of heads, or "
+            f"score.learned.{name}={typed} must be a shape such as [h,128], where h is the number of heads, or "
             "{shape: [h,128], init: 0}."
         )
     if init == SLOPES and sizes == [n_heads]:

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from attention import IMPLEMENTATIONS
+from attention import IMPLEMENTATIONS, AttentionConfig, build_attention
+from model.gpt import GPT
+from model.options import GPTConfig
+from recipe.training import recall
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "add-an-attention.md").read_text()
@@ -72,9 +75,8 @@ def test_the_table_of_variants_is_what_implementations_support():
         assert [cell == "yes" for cell in cells.split(" | ")] == supported
 
 
-def run_code_of(page: str) -> dict[str, Any]:
-    """The names that the Python blocks of a page define."""
-    names: dict[str, Any] = {}
+def run_code_of(page: str, **names: Any) -> dict[str, Any]:
+    """The names that the Python blocks of a page define, after these."""
     for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL):
         exec(code, names)
     return names
@@ -83,6 +85,22 @@ def run_code_of(page: str) -> dict[str, Any]:
 def test_the_calls_of_the_formulas_page_agree():
     names = run_code_of("formulas.md")
     torch.testing.assert_close(names["same"], names["out"])
+
+
+def test_the_probe_of_the_page_measures_the_entropy_of_attention(monkeypatch):
+    """Where all scores are 0, a query spreads its weight evenly over the keys that it sees: 1, 2, ..., T."""
+    monkeypatch.setattr(recall, "OF_TEXT", dict(recall.OF_TEXT))
+    run_code_of("change-the-model.md", **vars(recall))
+    size, T = GPTConfig(n_layers=2, n_heads=4, n_kv_heads=2, n_embd=32), 24
+    model = GPT(size, 65, T, build_attention(AttentionConfig("tiled"))).eval()
+    with torch.no_grad():
+        for block in model.h:
+            block.attn.c_attn.weight.zero_()
+        probe = recall.build_recall("entropy", T, 65, "text", lambda: torch.arange(100).numpy() % 65)
+        found = probe.measure(model)
+    mean = torch.arange(1, T + 1).double().log().mean().item()
+    assert found == pytest.approx({"probe/entropy_0": mean, "probe/entropy_1": mean}, rel=1e-5)
+    assert list(recall.unknown_recalls(["entropy"])) == []
 
 
 def test_the_calls_of_the_decoding_page_run(capsys):

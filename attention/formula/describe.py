@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .derivative import derivatives
-from .graph import is_number, leaf
+from .graph import Node, is_number, leaf, topological
 from .parse import parse, show
-from .plan import plan
+from .plan import plan, stage, summands
 
 ALONG = {
     "head": "for each head",
@@ -16,12 +16,30 @@ ALONG = {
 }
 
 
-def describe(text: str, causal: bool, window: int | None) -> str:
-    """The formula, its derivative by s, and the parts that are computed in advance."""
+def describe(text: str, causal: bool, window: int | None, sinks: bool) -> str:
+    """The formula, its derivative by s, the parts that are computed in advance, and those that change nothing."""
     x, p = parse(text), plan(text, causal, window)
     (slope,) = derivatives(x, [leaf("s")])
     parts = [f"score: {show(x)}", f"derivative by s: {show(slope)}"]
     if not is_number(p.factor, 1):
         parts.append(f"multiplied into the queries: {show(p.factor)}")
     parts += [f"{ALONG[part.stage]}: {show(part.node)}" for part in p.hoisted]
+    if not sinks:  # which are no keys
+        parts += [f"{show(x)} is the same for all keys of a query: it changes nothing" for x in without_effect(text)]
     return "  ".join(parts)
+
+
+def without_effect(text: str) -> list[Node]:
+    """The summands that are the same for all keys of a query, which the softmax cancels.
+
+    Not those with a tensor that others read too: c[h, i] - c[h, j] is one difference.
+    """
+    parts = summands(parse(text))
+    rows = [x for x in parts if stage(x) in ("head", "row")]
+    others = tensors([x for x in parts if x not in rows])
+    return [x for x in rows if not tensors([x]) & others]
+
+
+def tensors(parts: list[Node]) -> set[str]:
+    """The names of the tensors that expressions read."""
+    return {x.value for x in topological(parts) if x.op == "load"}

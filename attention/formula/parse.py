@@ -45,6 +45,8 @@ def parse(text: str) -> Node:
             f"{{}} must be text of 1 to {LONGEST} characters of ASCII, such as s * log(n).", Option("formula")
         )
     text = " ".join(text.split())
+    if "|" in text:
+        raise refusal("has no |x|; write abs(x)", text, text.index("|"), text.index("|") + 1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns of unusual code
@@ -149,6 +151,8 @@ class Reader:
         """The name of a tensor. Refuses names that no tensor can have."""
         if named.id in CALLS:
             self.refuse(f"uses the function {named.id} as a number", named)
+        if named.id == "b":
+            self.refuse("reads b, and b is the number of the sequence; choose another name", named)
         if named.id in LEAVES or named.id in TAKEN or named.id.startswith("_"):
             self.refuse(f"cannot call a tensor {named.id}", named)
         return named.id

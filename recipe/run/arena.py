@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from recipe import CONF
 from recipe.files import flatten, number
 from recipe.run.arms import LR, ArenaConfig, arena_mistakes, arm_mistakes, read_arms, size_overrides
-from recipe.run.compose import by_key, checked, lines, quoted, refuse, to_config, unswept
+from recipe.run.compose import by_key, checked, formula_quoted, lines, quoted, refuse, to_config, unswept
 from recipe.run.config import Config, ConfigError, as_plain
 from recipe.run.jobs import Job, SweepError, without
 from recipe.run.plan import Plan, PlannedRun, continued, new_plan, read_plan, write_plan
@@ -60,6 +60,7 @@ def checked_plan(config: Config, overrides: list[str], of_run: Callable[[Config]
         arms = read_arms(arena.arms or "", sorted(file.stem for file in (CONF / "arm").glob("*.yaml")))
     except ValueError as error:
         raise ConfigError("\n".join([*sentences, str(error)])) from error
+    arms = {name: [formula_quoted(line) for line in its] for name, its in arms.items()}
     sentences += arena_mistakes(arena, list(arms))
     if arena.sizes and config.training.batch_tokens is not None:
         sentences.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ SHARED = (
 SHARED_GROUPS = ("data",)
 NAMES = ("model.name", "score.name")
 OWN_DATA = ("data.documents", "data.cache")
+IS_OVERRIDE = re.compile(r"[+~]{0,2}[\w./@]+=(?!=)")
 
 
 @dataclass
@@ -64,7 +66,7 @@ def read_arms(text: str, files: Sequence[str]) -> dict[str, list[str]]:
     """The overrides of each arm by its name. Raises ValueError with a sentence.
 
     text   "causal: score=causal | alibi": overrides are separated by blanks, and quoted as in a shell where they have
-           some; an arm without a colon is one of `files`
+           some, but for a formula's blanks; an arm without a colon is one of `files`
     files  the names in conf/arm/
     """
     lexer = shlex.shlex(text, posix=True, punctuation_chars="|")
@@ -75,6 +77,9 @@ def read_arms(text: str, files: Sequence[str]) -> dict[str, list[str]]:
         raise ValueError(f"arena.arms={text} cannot be read: {error}.") from error
     arms, part = dict[str, list[str]](), list[str]()
     for word in [*words, "|"]:
+        if word != "|" and part and part[-1].startswith("score.formula=") and not IS_OVERRIDE.match(word):
+            part[-1] += f" {word}"
+            continue
         if word != "|":
             part.append(word)
             continue

@@ -140,7 +140,18 @@ def as_hydra_reads(argument: str) -> str:
     if key == "arena.arms" and equals and value[:1] not in ("'", '"'):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return f'{key}="{escaped}"'
-    return opened(expand_home(argument))
+    return opened(formula_quoted(expand_home(argument)))
+
+
+def formula_quoted(argument: str) -> str:
+    """score.formula=s * log(n), which Hydra's grammar does not read, with quotes; any other argument as it is."""
+    key, _, value = argument.partition("=")
+    if key == "score.formula":
+        try:
+            parsed([argument])
+        except HydraException:
+            return f"{key}={quoted(value)}"
+    return argument
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:

@@ -29,7 +29,7 @@ def describe_run(config: Config, trainer: Trainer) -> Iterator[str]:
     yield "  ".join([*_parts(config, trainer), *_of_ranks(config, trainer.world), *_of_gpu(trainer)])
     for score in dict.fromkeys(trainer.model.scores):
         if score.formula is not None:
-            yield describe_formula(str(score.formula), score.causal, score.window)
+            yield describe_formula(str(score.formula), score.causal, score.window, score.sinks)
     if config.training.compile:
         yield "compiling: the first steps and the first evaluation wait for it, some minutes"
 

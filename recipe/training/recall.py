@@ -198,32 +198,34 @@ def in_context_score(losses: np.ndarray) -> float:
     return float(losses[T - width :].mean() - losses[early : early + width].mean())
 
 
-NAMES = (*TASKS, PositionLoss.name)
+# Measurements of a text by name: classes that take its tokens, 1-D, and the trained length.
+OF_TEXT: dict[str, Callable[[np.ndarray, int], Recall]] = {PositionLoss.name: PositionLoss}
 
 
 def unknown_recalls(names: Collection[str]) -> Iterator[str]:
     """A sentence for each name that nothing measured has."""
-    yield from (f"probes={name} is not known; choose among {', '.join(NAMES)}." for name in names if name not in NAMES)
+    known = (*TASKS, *OF_TEXT)
+    yield from (f"probes={name} is not known; choose among {', '.join(known)}." for name in names if name not in known)
 
 
 def build_recall(name: str, seq_len: int, vocab_size: int, data: str, text: Callable[[], np.ndarray]) -> Recall:
     """A measurement of a model.
 
-    name        one of NAMES
+    name        of TASKS or OF_TEXT
     seq_len     the trained length
     vocab_size  of the model's data
     data        their name
-    text        gives the tokens of a text, 1-D, for the one that measures a text
+    text        gives the tokens of a text, 1-D, for those that measure a text
 
     Raises RecallError for one that does not fit.
     """
-    if name == PositionLoss.name:
+    if name in OF_TEXT:
         if len(tokens := text()) <= seq_len:
             raise RecallError(
                 f"probes={name} needs a text of more than {seq_len:,} tokens, and this one has {len(tokens):,}; give a "
                 "longer one."
             )
-        return PositionLoss(tokens, seq_len)
+        return OF_TEXT[name](tokens, seq_len)
     task = TASKS[name]
     if task.vocab_size > vocab_size:
         raise RecallError(

@@ -16,6 +16,7 @@ from attention.check.run import interpreting
 from attention.errors import FormulaError
 from attention.flash.formula import written
 from attention.formula import tanh, where
+from attention.formula.describe import describe
 from attention.formula.evaluate import Count
 from attention.formula.parse import parse, show
 from attention.formula.trace import trace
@@ -230,10 +231,29 @@ REFUSED = {
     "s / (i - j)": r"no finite value for the query at position 0 and the key at 0",
     "s * log(i)": r"no finite value for the query at position 0",
     "s + q[i]": r"cannot call a tensor q",
+    "s + b[h, i - j]": r"b is the number of the sequence; choose another name:\n    s \+ b\[h, i - j\]\n        \^$",
+    "s - |i - j|": r"write abs\(x\):\n    s - \|i - j\|\n        \^$",
     "s + 1 / 0": r"divides by zero",
     "-".join(["s"] * 300): r"1 to 500 characters",
     "+".join(f"sin(s+{x})" for x in range(40)): r"take \d+ operations for each score, of which there may be 64",
 }
+
+
+@pytest.mark.parametrize(
+    ("text", "sinks", "named"),
+    [
+        ("s + log(n)", False, ["log(n)"]),
+        ("s - a[h] * i + c[h, j] - 2", False, ["-(a[h] * i)", "-2.0"]),
+        ("s + c[h, i] - c[h, j]", False, []),
+        ("s * log(n)", False, []),
+        ("s + log(n)", True, []),
+    ],
+)
+def test_a_summand_that_the_softmax_cancels_is_named(text, sinks, named):
+    found = describe(text, True, None, sinks)
+    marks = [f"{x} is the same for all keys of a query: it changes nothing" for x in named]
+    assert found.count("changes nothing") == len(marks)
+    assert all(mark in found for mark in marks), found
 
 
 @pytest.mark.parametrize("text", REFUSED)

@@ -116,7 +116,8 @@ def test_alibi_by_formula_is_alibi():
             r"score.learned has bias, which no formula reads; nothing gives bais",
         ),
         (ScoreConfig(formula="2 * s", learned={"bias": [3]}), r"score.learned has bias, which no formula reads"),
-        (ScoreConfig(formula="s + b2[h]", learned={"b2": ["t"]}), r"score.learned.b2=.* must be a shape"),
+        (ScoreConfig(formula="s + b2[h]", learned={"b2": ["t"]}), r"score.learned.b2=\[t\] must be a shape"),
+        (ScoreConfig(formula="s + c[h, j]", learned={"c": ["n_heads", 128]}), r"c=\[n_heads,128\] must be a shape"),
         (ScoreConfig(formula="s + x[h]", tensors={"x": "model.forget_gate"}), r"write x\[h, i\] and x\[h, j\]"),
         (
             ScoreConfig(formula="s + x[h]", tensors={"x": "text"}),

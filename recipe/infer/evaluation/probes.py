@@ -50,7 +50,8 @@ def run_probes(
         with torch.no_grad(), loaded.autocast():
             metrics = probe.measure(model)
             beyond, details = probe.details(model)
-        yield Measured(name, metrics | beyond, name, details, as_table(name, details))
+        table = as_table(name, details) if details else "\n".join(f"{x}  {value:.4g}" for x, value in metrics.items())
+        yield Measured(name, metrics | beyond, name, details, table)
 
 
 def limits(loaded: Loaded) -> str | None:

@@ -26,6 +26,12 @@ def test_quotes_protect_blanks_and_bars() -> None:
     assert arms == {"a": ["score.layers=[{window: 4}, {}]"], "b": ["data.path=x | y", "seed_free=1"]}
 
 
+def test_a_formula_needs_no_quotes_of_its_own() -> None:
+    arms = read_arms("a: score.formula=s if i == j else s * log(n) seed_free=1 | b: x=1 ++score.learned.a=[h]", FILES)
+    assert arms["a"] == ["score.formula=s if i == j else s * log(n)", "seed_free=1"]
+    assert arms["b"] == ["x=1", "++score.learned.a=[h]"]
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from recipe.run.compose import composed, to_config
+from recipe.run.compose import as_hydra_reads, composed, to_config
 from tests.composing import REPLACED, as_it_is
 
 
@@ -41,6 +41,12 @@ def test_configurations_are_those_of_hydra_as_it_is(overrides: list[str]) -> Non
         assert metadata(config) == metadata(expected)
         if "+data.more=1" not in overrides:  # which no dataclass has
             assert to_config(config) == to_config(expected)
+
+
+@pytest.mark.parametrize("text", ["s * log(n)", "s + bias[h, min(i - j, 127)]", "max(s, 0)", "2*s"])
+def test_a_formula_needs_the_shells_quotes_alone(text: str) -> None:
+    assert to_config(composed([as_hydra_reads(f"score.formula={text}")])).score.formula == text
+    assert to_config(composed([as_hydra_reads(f'score.formula="{text}"')])).score.formula == text
 
 
 def test_a_change_to_one_configuration_reaches_no_other() -> None:
