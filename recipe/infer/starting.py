@@ -12,7 +12,7 @@ from model.options import GPTConfig
 
 class HuggingFace:
     """The weights of a folder of transformers, or of a name on the hub, whose client takes a tenth of a second to
-    import; see recipe.run.weights."""
+    import; see recipe.run.starting."""
 
     def options(self, source: str) -> dict[str, Any]:
         from recipe.infer.huggingface.starting import start_from

@@ -32,11 +32,10 @@ from recipe.distributed.ranks import from_first_rank
 from recipe.distributed.sharing import Sharing, shards_weights
 from recipe.distributed.world import World
 from recipe.run.config import Config, ConfigError, as_plain
-from recipe.run.meters import StepMeter
-from recipe.run.peaks import product_precision
+from recipe.run.meters import StepMeter, product_precision
 from recipe.run.profiler import Profiler
 from recipe.run.record import Record, RunMetadata
-from recipe.run.weights import Weights
+from recipe.run.starting import Weights
 from recipe.training.checkpoint import newest_valid, read_manifest
 from recipe.training.device import resolve_precision
 from recipe.training.interruption import Interruption

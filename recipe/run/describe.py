@@ -16,8 +16,7 @@ from model.score import ScoreConfig, describe_score
 from recipe.distributed.world import World
 from recipe.run.build import attention_shape
 from recipe.run.config import Config
-from recipe.run.meters import device_name
-from recipe.run.peaks import describe_peak, product_precision
+from recipe.run.meters import describe_peak, device_name, product_precision
 from recipe.run.run_folder import read_summary
 from recipe.training.device import Precision
 from recipe.training.loop import Run

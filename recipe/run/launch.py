@@ -40,11 +40,8 @@ from recipe.run.mistakes import mistakes
 from recipe.run.queue import Queue
 from recipe.run.resume import check_folder, check_writable, resumed
 from recipe.run.run_folder import check_not_running
-from recipe.run.starting import with_start
-from recipe.run.weights import Weights
+from recipe.run.starting import Weights, with_start
 from recipe.run.wording import explain, one_sentence
-
-MANY_JOBS = 50  # take seconds to compose
 
 
 def launch(main: Any, weights: Weights) -> None:
@@ -144,10 +141,8 @@ def sweep(cfg: DictConfig, overrides: list[str], weights: Weights | None) -> Cal
 
 def checked_jobs(overrides: list[str], folder: Path, of_run: Callable[[Config], Iterable[str]]) -> list[Job]:
     """The jobs of a sweep. Raises ConfigError for mistakes in any of them, which `of_run` finds."""
-    swept, queued, sentences = jobs(overrides), list[Job](), list[str]()
-    if len(swept) > MANY_JOBS:
-        print(f"checking {len(swept):,} jobs", file=sys.stderr)
-    for number, job in enumerate(swept):
+    queued, sentences = list[Job](), list[str]()
+    for number, job in enumerate(jobs(overrides)):
         try:
             cfg = checked(job)
         except ConfigError as error:

@@ -3,15 +3,14 @@
     {"step": 10, "train/loss": 4.1, "optim/lr": 0.0001, ...}
 
 A loss that is not finite is written as "nan", "inf" or "-inf", which `float` reads. A line reaches the operating system
-before `append` returns, so a killed process loses none. It reaches the disk within half a minute.
+before `append` returns, so a killed process loses none.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from data.atomic import write_atomically
 from data.untrusted import METRICS, parse_json, read_bytes
 from recipe.errors import UserError
 from recipe.files import to_json
-
-SECONDS_BETWEEN_SYNCS = 30.0
 
 
 class TrackingError(UserError, RuntimeError):
@@ -57,12 +54,12 @@ class MetricsFile:
     warning  a sentence on lines of an earlier part of the run that cannot be read
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, resume_step: int | None = None) -> None:
         """Begin a new file or, with `resume_step`, keep the readable lines of the old one up to that step.
 
         Raises TrackingError if the file belongs to another run.
         """
-        self.path, self.clock = path, clock
+        self.path = path
         self.warning: str | None = None
         if resume_step is not None:
             damaged: dict[int, bytes] = {}
@@ -80,7 +77,6 @@ class MetricsFile:
         else:
             self.last_step = -1
         self.file = path.open("ab", buffering=0)
-        self.synced = self.clock()
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log `metrics` after `step` updates. A second line of the same step adds to the first.
@@ -93,8 +89,6 @@ class MetricsFile:
         try:
             if self.file.write(line) != len(line):  # the disk had room for part of the line only
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self.clock() - self.synced > SECONDS_BETWEEN_SYNCS:
-                self.sync()
         except OSError as error:
             raise TrackingError(
                 f"{self.path} could not be written ({error.strerror}); free some space, and continue with "
@@ -102,13 +96,8 @@ class MetricsFile:
             ) from error
         self.last_step = step
 
-    def sync(self) -> None:
-        """Wait until every line is on the disk."""
-        os.fsync(self.file.fileno())
-        self.synced = self.clock()
-
     def close(self) -> None:
         """Sync the file to the disk and close it; safe to call twice."""
         if not self.file.closed:
-            self.sync()
+            os.fsync(self.file.fileno())
             self.file.close()

@@ -1,15 +1,36 @@
-"""init_from: the overrides that follow from a folder of weights."""
+"""init_from: what train.py hands in to read weights, and the overrides that follow from a folder of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hydra.errors import HydraException
 
+from attention import Score
+from model.gpt import GPT
+from model.options import GPTConfig
 from recipe.run.compose import parsed, quoted
-from recipe.run.weights import Weights
 from recipe.wording import as_typed
+
+
+class Weights(Protocol):
+    """The weights that a run may start from, by the source that `init_from` names. Raises WeightsError."""
+
+    def options(self, source: str) -> dict[str, Any]:
+        """Overrides for the model, score and tokenizer that the weights need."""
+
+    def mistakes(
+        self, source: str, model: GPTConfig, scores: Sequence[Score], seq_len: int, tokenizer: str
+    ) -> Iterator[str]:
+        """A sentence for each reason why a model cannot start from them, as far as that needs no network.
+
+        tokenizer  as data.tokenizer names it
+        """
+
+    def load(self, model: GPT, source: str) -> None:
+        """Overwrite the model's parameters."""
 
 
 def with_start(overrides: list[str], weights: Weights) -> list[str]:

@@ -13,6 +13,7 @@ later ones again.
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,13 +24,12 @@ from typing import Any
 
 from data.atomic import write_atomically
 from data.untrusted import read_text
-from recipe.files import plain
+from recipe.files import plain, to_json
 from recipe.run.jobs import read_manifest
 from recipe.run.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.run.progress import ProgressLine
 from recipe.run.run_folder import read_summary
 from recipe.run.summary import ENVIRONMENT, draw_loss_curve, write_summary
-from recipe.run.tensorboard import Board, installed
 from recipe.run.wandb_thread import WandbThread
 
 __all__ = ["Tracker", "TrackingConfig", "TrackingError", "TrackingMode", "tracking_mistakes"]
@@ -69,8 +69,31 @@ class TrackingConfig:
 
 def tracking_mistakes(config: TrackingConfig) -> Iterator[str]:
     """A sentence where the mode is not installed."""
-    if config.mode is TrackingMode.tensorboard and not installed():
+    if config.mode is TrackingMode.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield "tracking=tensorboard needs TensorBoard; install it with: pip install -e '.[tensorboard]'"
+
+
+class Board:
+    """Event files in `<run folder>/tensorboard`."""
+
+    def __init__(self, run_folder: Path, run_config: Mapping[str, Any], resume_step: int | None) -> None:
+        """resume_step  events of later steps are purged; None: all of them, which a killed run may have left"""
+        from torch.utils.tensorboard import SummaryWriter  # not every installation has tensorboard
+
+        purged = 0 if resume_step is None else resume_step + 1
+        self.writer = SummaryWriter(str(run_folder / "tensorboard"), purge_step=purged)
+        if resume_step is None:
+            self.writer.add_text("config", f"```json\n{to_json(run_config, indent=2)}\n```")
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics that are numbers."""
+        for name, value in metrics.items():
+            if isinstance(value, int | float):
+                self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is buffered; safe to call twice."""
+        self.writer.close()
 
 
 class Tracker:

@@ -5,8 +5,7 @@ import time
 import pytest
 import torch
 
-from recipe.run.meters import GIB, StepMeter, device_name
-from recipe.run.peaks import peak_flops
+from recipe.run.meters import GIB, StepMeter, device_name, peak_flops
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.run.meters import Clock, StepMeter
-from recipe.run.peaks import describe_peak, peak_flops, product_precision
+from recipe.run.meters import Clock, StepMeter, describe_peak, peak_flops, product_precision
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from recipe.run import tracker
 from recipe.run.config import Config
 from recipe.run.mistakes import mistakes
 from recipe.run.tracker import Tracker, TrackingConfig, TrackingMode
@@ -50,6 +49,6 @@ def test_a_run_that_starts_again_drops_what_a_killed_one_left(tmp_path: Path) ->
 
 
 def test_without_the_package_it_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker, "installed", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (said,) = mistakes(Config(device="cpu", tracking=BOARD))
     assert said == "tracking=tensorboard needs TensorBoard; install it with: pip install -e '.[tensorboard]'"

@@ -91,18 +91,6 @@ def test_damaged_lines_are_counted_and_left_out_when_a_run_is_resumed(tmp_path: 
     assert warning.startswith("warning: 2 lines of"), "half a last line is not damage"
 
 
-def test_lines_reach_the_disk_within_half_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, syncs = 0.0, []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: syncs.append(now))
-    file = MetricsFile(tmp_path / "metrics.jsonl", clock=lambda: now)
-    for step in range(100):
-        now = float(step)
-        file.append(step, {})
-    assert syncs == [31.0, 62.0, 93.0]
-    file.close()
-    assert syncs[-1] == now
-
-
 def test_a_new_run_does_not_mix_with_an_older_one(tmp_path: Path) -> None:
     MetricsFile(tmp_path / "metrics.jsonl").append(1, {})
     with pytest.raises(TrackingError, match=rf"resume={tmp_path}.*hydra\.run\.dir"):
