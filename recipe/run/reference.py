@@ -7,15 +7,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any, get_args
 
-from recipe.run import compose
+from recipe.run.compose import choices, composed, to_config
 from recipe.run.config import Config, type_hints
 from recipe.run.wording import in_words
 from recipe.wording import as_typed, markdown_table
 
-CONF = Path(__file__).parents[2] / "conf"
 OPTION = re.compile(r"^    (\w+(?:, \w+)*) +(\S.*)$")  # one name or several, then their meaning
 CONTINUED = re.compile(r"^     +(\S.*)$")
 FIRST_PAGE = ("attention", "score", "model", "data")  # the parts that docs/configuration.md describes
@@ -53,11 +51,6 @@ def value_name(value: object) -> str:
     return f"`{list(value) if isinstance(value, tuple) else as_typed(value)}`"
 
 
-def choices(group: str) -> list[str]:
-    """The files of a group of conf/."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
 def section(config: Any, prefix: str) -> str:
     """The table of one dataclass."""
     lines = rows(config, prefix)
@@ -81,26 +74,21 @@ def rows(config: Any, prefix: str) -> Iterator[list[str]]:
 
 def configuration() -> str:
     """The root's options, and a section for each part that determines what is computed."""
-    config = defaults()
+    config = to_config(composed([]))
     return "\n\n".join([section(config, ""), *sections(config, FIRST_PAGE)])
 
 
 def training() -> str:
     """A section for each other part, and the experiments."""
-    config = defaults()
+    config = to_config(composed([]))
     names = [f.name for f in fields(config) if f.name not in FIRST_PAGE and is_dataclass(getattr(config, f.name))]
-    experiments = ", ".join(f"`{name}`" for name in choices("experiment"))
+    experiments = ", ".join(f"`{name}`" for name in sorted(choices()["experiment"]))
     return "\n\n".join([*sections(config, names), f"## experiment\n\n`experiment=` chooses one of {experiments}."])
-
-
-def defaults() -> Config:
-    """The configuration without overrides."""
-    return compose.to_config(compose.composed([]))
 
 
 def sections(config: Config, parts: Iterable[str]) -> Iterator[str]:
     """A section for each of these parts: the presets of its group, and its options."""
     for name in parts:
-        presets = ", ".join(f"`{preset}`" for preset in choices(name))
+        presets = ", ".join(f"`{preset}`" for preset in sorted(choices().get(name, ())))
         chosen = f"`{name}=` chooses a preset of [conf/{name}/](../conf/{name}): {presets}.\n\n"
         yield f"## {name}\n\n{chosen if presets else ''}{section(getattr(config, name), f'{name}.')}"
