@@ -277,6 +277,24 @@ def assert_unseen_tiles_are_never_read(
     assert sum(spared) > 0
 
 
+def assert_far_tiles_are_never_read(
+    run: Callable[[tuple[Tensor, ...]], dict[str, Tensor]], tensors: Sequence[Tensor], tile: int, far: Sequence[bool]
+) -> None:
+    """A NaN in a tile that is read reaches the results, even where its weight is zero.
+
+    run  called with q, k, v and dout
+    far  of each head, whether its last `tile` queries see nothing of its first `tile` keys
+    """
+    q, k, v, do = tensors
+    bad_v, bad_do = v.clone(), do.clone()
+    bad_v[:, :, :tile] = bad_do[:, :, -tile:] = torch.nan
+    found, found_back = run((q, k, bad_v, do)), run((q, k, v, bad_do))
+    for head, spared in enumerate(far):
+        ends = (found[name][:, head, -tile:] for name in ("out", "dq"))
+        starts = (found_back[name][:, head, :tile] for name in ("dk", "dv"))
+        assert all(x.isnan().any().item() != spared for x in (*ends, *starts)), head
+
+
 def flops_of_tiles(case: Case, block_q: int, block_k: int) -> int:
     """FLOPs of the products, forward and backward, of one head that visits the tiles in which something is seen.
 

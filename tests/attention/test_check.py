@@ -252,7 +252,8 @@ def test_without_gradients_the_forward_alone_is_called_correct(monkeypatch: pyte
         return attend(q, k, v).out.detach()
 
     monkeypatch.setattr(sys.modules[__name__], "detached", detached, raising=False)
-    assert main([f"{__name__}:detached", "--quick", "--dtypes", "fp32", "--device", "cpu"]) == 0
+    monkeypatch.setattr(accuracy, "groups", lambda seed: {"lengths": [Case(T=9, S=9)]})
+    assert main([f"{__name__}:detached", "--dtypes", "fp32", "--device", "cpu"]) == 0
     assert "detached, which gives no gradients, is correct in all" in " ".join(capsys.readouterr().out.split())
 
 

@@ -83,18 +83,6 @@ def test_a_tile_is_cut_from_the_mask_wherever_it_starts(rows, columns):
     assert torch.equal(tile, keep_mask(KEY, 0.4, 2, 3, 75, 150)[:, :, slice(*rows), slice(*columns)])
 
 
-def test_mask_does_not_depend_on_the_length_of_the_sequence():
-    assert torch.equal(keep_mask(KEY, 0.4, 1, 2, 40, 33), keep_mask(KEY, 0.4, 1, 2, 75, 150)[:, :, :40, :33])
-
-
-def test_mask_does_not_depend_on_how_the_batch_is_cut():
-    whole = keep_mask(KEY, 0.4, 6, 2, 30, 70)
-    parts = [
-        keep_mask(replace(KEY, first_sequence=KEY.first_sequence + start), 0.4, 2, 2, 30, 70) for start in (0, 2, 4)
-    ]
-    assert torch.equal(whole, torch.cat(parts))
-
-
 def test_mask_does_not_depend_on_how_heads_queries_and_keys_are_spread():
     whole = keep_mask(KEY, 0.4, 2, 4, 96, 192)
     part = replace(KEY, first_head=1, first_query=torch.tensor(32), first_key=64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.attention.reference import (
     KEY,
     Case,
     assert_accurate,
+    assert_far_tiles_are_never_read,
     assert_unseen_tiles_are_never_read,
     gradients,
     gradients_with_slopes,
@@ -118,7 +120,6 @@ def test_the_operator_keeps_torchs_rules_with_all_its_tensors():
     torch.library.opcheck(flash_forward, (q, k, v, inputs.present(), spec.text(), 0, 0))
 
 
-DKDV = ("dk", "dv")
 # Of these slopes the first leaves a query nothing but its neighbours, and the last two have no horizon.
 SLOPES = (40.0, 4.0, 1.0, 0.02, 0.0, -0.01)
 FAR = Case(1, 6, 6, 192, 192, 16, alibi=True)
@@ -146,14 +147,8 @@ def test_keys_beyond_alibis_horizon_add_nothing(case, horizons):
 
 
 def test_tiles_beyond_alibis_horizon_are_never_read(horizons):
-    """A NaN in a tile that is read reaches the results, even where its weight is zero."""
-    q, k, v, do = (x.to(DEVICE) for x in FAR.tensors(torch.float32))
-    bad_v, bad_do = v.clone(), do.clone()
-    bad_v[:, :, :64] = bad_do[:, :, -64:] = math.nan
-    found, found_back = run_far(FAR, (q, k, bad_v, do)), run_far(FAR, (q, k, v, bad_do))
-    for head, slope in enumerate(SLOPES):
-        far = (found["out"][:, head, -64:], found["dq"][:, head, -64:], *(found_back[x][:, head, :64] for x in DKDV))
-        assert all(x.isnan().any().item() == (slope < 4) for x in far), head
+    tensors, far = FAR.tensors(torch.float32, DEVICE), [slope >= 4 for slope in SLOPES]
+    assert_far_tiles_are_never_read(partial(run_far, FAR), tensors, 64, far)
 
 
 @pytest.mark.parametrize("loud", ["key", "query"])
@@ -267,14 +262,8 @@ def test_keys_that_gates_forget_add_nothing(case, horizons):
 
 
 def test_tiles_that_gates_forget_are_never_read(horizons):
-    """A NaN in a tile that is read reaches the results, even where its weight is zero."""
-    q, k, v, do = (x.to(DEVICE) for x in GATED.tensors(torch.float32))
-    bad_v, bad_do = v.clone(), do.clone()
-    bad_v[:, :, :64] = bad_do[:, :, -64:] = math.nan
-    found, found_back = forget(GATED, (q, k, bad_v, do)), forget(GATED, (q, k, v, bad_do))
-    for head, forgets in enumerate((True, True, False, False)):
-        far = (found["out"][:, head, -64:], found["dq"][:, head, -64:], *(found_back[x][:, head, :64] for x in DKDV))
-        assert all(x.isnan().any().item() != forgets for x in far), head
+    tensors, far = GATED.tensors(torch.float32, DEVICE), (True, True, False, False)
+    assert_far_tiles_are_never_read(partial(forget, GATED), tensors, 64, far)
 
 
 def test_tiles_that_gates_in_two_parts_forget_are_never_read(horizons):

@@ -89,13 +89,6 @@ def test_tensors_of_different_precision_are_refused():
         build_attention(AttentionConfig("naive"))(q, q.half(), q)
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [1, 33, 256])
-def test_naive_and_tiled_take_any_head_size_and_precision(name, dtype, head_dim):
-    build_attention(AttentionConfig(name)).check(shape(dtype=dtype, head_dim=head_dim))
-
-
 class TestSDPA:
     def test_dropout_needs_torchs_generator(self):
         with pytest.raises(UnsupportedAttention, match=r'dropout=0.1; set rng="torch"'):

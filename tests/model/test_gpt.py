@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -166,22 +167,26 @@ def test_dropout_without_a_key_is_refused_in_training(attention, residual):
         build(replace(SMALL, dropout=residual), attention_dropout=attention)(*window())
 
 
+def step(model: GPT, function: Any, B: int = 2) -> tuple[int, list[Tensor]]:
+    """The bytes that a step through `function` stores for its backward pass; and its loss and gradients."""
+    tensors: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        tensors[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = function(*window(B), dropout_key=KEY)
+    loss.backward()
+    return sum(tensors.values()), [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
 @pytest.mark.parametrize("name", ["naive", "tiled"])
 def test_recomputation_changes_no_bit_and_stores_less(name):
     stored, results = {}, {}
     for recompute in (Recompute.none, Recompute.attention, Recompute.block):
         model = build(replace(SMALL, dropout=0.1), attention_dropout=0.1, name=name, computation=Computation(recompute))
-        tensors: dict[int, int] = {}
-
-        def keep(tensor: Tensor, tensors: dict[int, int] = tensors) -> Tensor:
-            tensors[tensor.data_ptr()] = tensor.nbytes
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = model(*window(), dropout_key=KEY)
-        loss.backward()
-        stored[recompute] = sum(tensors.values())
-        results[recompute] = [loss.detach(), *(p.grad for p in model.parameters())]
+        stored[recompute], results[recompute] = step(model, model)
     for recompute in (Recompute.attention, Recompute.block):
         assert all(torch.equal(a, b) for a, b in zip(results[Recompute.none], results[recompute], strict=True))
     assert stored[Recompute.none] > stored[Recompute.attention] > stored[Recompute.block]
@@ -195,23 +200,13 @@ def test_recomputing_around_attention_calls_the_kernel_once_and_changes_no_bit(w
     compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
     for recompute, times in ((Recompute.none, 1), (Recompute.block, 2), (Recompute.around_attention, 1)):
         torch._dynamo.reset()
-        computation, tensors = Computation(recompute), dict[int, int]()
-        model = build(config, attention_dropout=0.1, name="flash", computation=computation)
+        model = build(config, attention_dropout=0.1, name="flash", computation=Computation(recompute))
         if way == "blocks compiled":  # as where ranks keep shards of the weights
             for block in model.h:
                 block.forward = compiled(block.forward)
-
-        def keep(tensor: Tensor, tensors: dict[int, int] = tensors) -> Tensor:
-            tensors[tensor.data_ptr()] = tensor.nbytes
-            return tensor
-
         kernel.reset_mock()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = (compiled(model) if way == "compiled" else model)(*window(B=1), dropout_key=KEY)
-        loss.backward()
+        stored[recompute], results[recompute] = step(model, compiled(model) if way == "compiled" else model, B=1)
         assert kernel.call_count == times * config.n_layers
-        stored[recompute] = sum(tensors.values())
-        results[recompute] = [loss.detach(), *(p.grad for p in model.parameters())]
     for other in (Recompute.block, Recompute.around_attention):
         assert all(torch.equal(a, b) for a, b in zip(results[Recompute.none], results[other], strict=True))
     # Outside compiled code, these hooks do not see what selective checkpointing keeps.
@@ -225,21 +220,6 @@ def test_recomputing_around_attention_is_refused_where_there_is_no_kernel():
     attend = build_attention(AttentionConfig("sdpa", backend=SDPABackend.math))
     with pytest.raises(ModelError, match="attention=sdpa names none"):
         GPT(SMALL, 100, 16, attend, Computation(Recompute.around_attention))
-
-
-@pytest.mark.parametrize(("in_fp32", "expected"), [(True, torch.float32), (False, torch.bfloat16)])
-def test_residual_stream_has_the_precision_that_was_asked_for(in_fp32, expected):
-    model = build(computation=Computation(residual_in_fp32=in_fp32))
-    seen: list[torch.dtype] = []
-    for block in model.h:
-        block.register_forward_hook(lambda module, inputs, output: seen.extend([inputs[0].dtype, output[0].dtype]))
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(*window())
-    assert seen == [expected] * 2 * SMALL.n_layers
-    torch.testing.assert_close(loss, model(*window()), rtol=0.02, atol=0)
-    assert seen[-1] == torch.float32  # which without autocast it always has
-    loss.backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
 def test_gelu_is_the_same_function_compiled_and_not():

@@ -162,18 +162,19 @@ def test_recomputation_changes_no_bit(config):
         assert all(a is not None and torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("half", "in_fp32"), [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)])
 @pytest.mark.parametrize("config", PARTS.values(), ids=PARTS)
-def test_a_narrow_residual_stream_stays_narrow(config, half):
-    model = build(config, computation=Computation(residual_in_fp32=False))
+def test_the_residual_stream_has_the_precision_that_was_asked_for(config, half, in_fp32):
+    model = build(config, computation=Computation(residual_in_fp32=in_fp32))
     seen: list[torch.dtype] = []
     for block in model.h:
         block.register_forward_hook(lambda module, inputs, output: seen.extend([inputs[0].dtype, output[0].dtype]))
     inputs, targets = tokens()
     with torch.autocast("cpu", half):
         loss = model(inputs, targets)
-    assert seen == [half] * 2 * config.n_layers
+    assert seen == [torch.float32 if in_fp32 else half] * 2 * config.n_layers
     torch.testing.assert_close(loss, model(inputs, targets), rtol=0.03, atol=0)
+    assert seen[-1] == torch.float32  # which without autocast it always has
 
 
 @pytest.mark.parametrize("config", PARTS.values(), ids=PARTS)
