@@ -66,6 +66,7 @@ def random_config(seed: int) -> GPTConfig:
             chosen[field.name] = draw.random() < 0.5
         elif isinstance(kind, type) and issubclass(kind, Enum):
             chosen[field.name] = draw.choice(list(kind))
+    del chosen["mixer"]  # has no effect where all layers are attention
     few = {"n_kv_heads": (None, 1, 2), "head_dim": (None, 6), "scale_dim": (None, 3), "logit_cap": (None, 2.0)}
     few |= {"value_embeddings": (0, 1), "mlp_width": (None, 20), "norm_eps": (None, 1e-3), "mtp": (0.0, 0.5)}
     chosen |= {name: draw.choice(values) for name, values in few.items()}
