@@ -18,17 +18,19 @@ import torch
 
 import eval as eval_module
 import train as train_module
-from attention import IMPLEMENTATIONS, AttentionConfig, AttentionOutput, build_attention
+from attention import IMPLEMENTATIONS, Attention, AttentionConfig, AttentionOutput, build_attention
 from attention.interface import Call
 from attention.naive import NaiveAttention
+from attention.score import key_intervals
 from data.options import DataConfig, Documents
 from data.tokenizers import bytes_tokenizer
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
+from recipe.compare.page import write_report
 from recipe.compare.parity import judge
 from recipe.compare.runs import find_runs
-from recipe.compare.sweeps import cells_of
+from recipe.compare.sweeps import cells_of, sweeps_of
 from recipe.compare.verdict import Outcome
 from recipe.distributed.world import World
 from recipe.errors import UserError, refusals
@@ -37,6 +39,7 @@ from recipe.infer.trained import ModelChoice, load_trained
 from recipe.run.build import build_trainer, check_step_size
 from recipe.run.config import Config, ConfigError, as_plain
 from recipe.run.metrics import read_metrics
+from recipe.run.mistakes import mistakes
 from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.device import Precision
 from recipe.training.memory import OutOfMemory
@@ -93,6 +96,43 @@ class EvenAttention(NaiveAttention):
         if q.shape[2] % 2:
             raise ValueError("only even lengths")
         return super().attend(q, k, v, call)
+
+
+class Softpick(Attention):
+    """Written by docs/add-an-attention.md: Zuhri et al. 2025, "Softpick: No Attention Sink", whose weights may be 0."""
+
+    name = "softpick"
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> AttentionOutput:
+        grown = ((q * call.spec.scale) @ k.mT).float().exp() - 1
+        mask = key_intervals(call.spec.score, call.layout, q.shape[2], k.shape[2], q.device).mask(
+            (0, q.shape[2]), (0, k.shape[2])
+        )
+        grown = grown if mask is None else grown.masked_fill(~mask, 0.0)
+        weights = grown.relu() / (grown.abs().sum(-1, keepdim=True) + 1e-6)
+        return AttentionOutput(weights.to(q.dtype) @ v)
+
+
+def test_attention_of_another_function_is_ranked_by_its_loss_and_refused_by_the_probe(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(IMPLEMENTATIONS, "softpick", Softpick)
+    softpick = AttentionConfig("softpick")
+    for attention in (AttentionConfig(), softpick):
+        for seed in (1, 2):
+            run(replace(config, seed=seed, attention=attention), f"{attention.name}{seed}")
+    found = find_runs([Path()])
+    assert {found_run.claims_parity for found_run in found.runs if found_run.attention == "softpick"} == {False}
+    (sweep,) = sweeps_of(found.runs)
+    assert judge(sweep.cells) == []
+    report = write_report(found, Path("page"))
+    assert report.headline.startswith("The lowest validation loss")
+    assert re.search(r"\(2 seeds\); \w+ \+[\d.]+ \(\S+ to \S+\)$", report.headline)
+    probed = replace(config, attention=softpick, parity=ParityConfig(every=2))
+    assert [line for line in mistakes(probed) if "softpick" in line] == [
+        "parity.every=2 would compare attention=softpick with softmax attention, which it does not claim to be "
+        "(docs/add-an-attention.md); leave it at 0: compare.py ranks it by loss, and gpt-attention check judges it."
+    ]
 
 
 def test_a_complete_run_whose_model_generates_no_text_says_so(
