@@ -48,7 +48,7 @@ def test_an_attention_added_by_the_steps_of_the_page_trains_and_agrees_with_naiv
 
     (command,) = re.findall(r"^ +python (train\.py attention=rows attention.*)$", PAGE, re.MULTILINE)
     small = [
-        *("model.n_layers=1", "model.n_heads=2", "model.n_kv_heads=1", "model.n_embd=16", "seq_len=40"),
+        *("model.n_layers=1", "model.n_heads=2", "model.n_kv_heads=1", "model.n_embd=16", "seq_len=150"),
         *("data=text", "data.path=text.txt", "data.tokenizer=bytes", "tracking.mode=disabled", "device=cpu"),
         *("training.batch_size=2", "training.eval_every=0", "training.sample_tokens=0", "schedule.warmup_steps=0"),
         "hydra.run.dir=run",

@@ -409,8 +409,9 @@ def test_the_verdict_on_runs_catches_a_wrong_attention_and_accuses_no_right_one(
     assert verdicts["tiled"].outcome is Outcome.holds, verdicts["tiled"]
     assert verdicts["tiled"].gaps == ()
     assert verdicts[wrong.name].outcome is Outcome.broken
-    assert verdicts[wrong.name].probe is not None
-    assert verdicts[wrong.name].probe.ratio > 100
+    probe = verdicts[wrong.name].probe
+    assert probe is not None
+    assert probe.ratio > 100
 
 
 def test_documents_need_a_text_that_has_several(config: Config) -> None:

@@ -51,7 +51,7 @@ def test_an_arena_is_interrupted_continued_and_reported(tmp_path: Path) -> None:
     assert done["status"] == "completed"
     assert "undecided" in compare(sweep)
 
-    again = train(tmp_path, "resume=auto")
+    again = train(tmp_path, f"hydra.sweep.dir={sweep}")
     printed, _ = again.communicate(timeout=400)
     assert again.returncode == 0, printed
     assert len(list(tmp_path.glob("multirun/*/*"))) == 1

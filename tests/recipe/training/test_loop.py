@@ -79,9 +79,10 @@ def equal(these: list[Tensor], those: list[Tensor]) -> bool:
 def test_naive_and_tiled_train_alike_with_dropout() -> None:
     steps = 60  # after 80 a difference in the last bit has grown to 1e-4
     training = replace(TRAINING, steps=steps)
+    several: list[dict[str, Any]] = [{}, {"name": "tiled", "block_q": 16, "block_k": 16}]
     curves = [
         losses(build(AttentionConfig(dropout=0.1, **options), training=training, seq_len=48), range(steps))
-        for options in ({}, {"name": "tiled", "block_q": 16, "block_k": 16})
+        for options in several
     ]
     naive, tiled = torch.tensor(curves, dtype=torch.float64)
     assert naive[-20:].mean() < naive[:20].mean() - 1
