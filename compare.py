@@ -11,6 +11,15 @@ Reads run folders alone: no GPU, no W&B, no network. Writes index.html (one page
     out=<folder>          where to write; report/ in the given folder, or report-out/ where several are given
     reference=<label>     the implementation to compare with (naive)
     wandb=<mode>          online, offline or disabled: log the page to a W&B run beside the runs (as the runs did)
+
+Is a commit better than the best of a track so far (docs/referee.md)? Exit status 0: kept, 1: dropped, 2: not valid.
+
+    python compare.py referee=mini commit=HEAD
+    python compare.py referee=mini                    the leaderboard
+
+    referee=<track>       a folder of records/
+    commit=<name>         the commit to judge
+    salt=<n>              with other initial weights, where the track allows it: a change of noise alone
 """
 
 from __future__ import annotations
@@ -26,11 +35,14 @@ from pathlib import Path
 from recipe.compare.arena_page import write_arena_report
 from recipe.compare.page import write_report
 from recipe.compare.publish import MODES, mode_of, publish
+from recipe.compare.referee import KEPT, Judge
+from recipe.compare.referee_page import leaderboard, write_referee_page
 from recipe.compare.runs import ReportError, find_runs
 from recipe.compare.sweeps import label_order, labels_of
 from recipe.errors import UserError, fail, refuse_windows_lines
 from recipe.run.arguments import parse as key_values
 from recipe.run.plan import Plan, read_plan
+from recipe.wording import markdown_table
 
 
 @dataclass
@@ -40,14 +52,19 @@ class CompareConfig:
     out: str | None = None
     reference: str | None = None
     wandb: str | None = None
+    referee: str | None = None
+    commit: str | None = None
+    salt: int = 0
 
 
-def main(arguments: list[str]) -> None:
-    """Write the report that the command line asks for. Raises UserError."""
+def main(arguments: list[str]) -> int:
+    """Write the report that the command line asks for. Returns the exit status. Raises UserError."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)
-        return
+        return 0
     folders, config = parse(arguments)
+    if config.referee is not None:
+        return referee(config)
     collected = find_runs(folders)
     plan = planned(folders, config)
     reference = config.reference or "naive"
@@ -77,6 +94,25 @@ def main(arguments: list[str]) -> None:
     mode = config.wandb or mode_of(collected.runs)
     if mode != "disabled":
         print(publish(collected.runs, out, mode))
+    return 0
+
+
+def referee(config: CompareConfig) -> int:
+    """Judge a commit, or print the leaderboard. Returns 0 for a commit that is kept, 1 for one that is dropped, and 2
+    where there was no valid attempt."""
+    try:
+        judge = Judge(config.referee or "", config.out)
+        if config.commit is None:
+            board = leaderboard(judge)
+            print(markdown_table(board.columns, board.rows))
+            return 0
+        with judge:
+            edit = judge.judge(config.commit, config.salt)
+            print(f"{write_referee_page(judge, edit).headline}\npage: {judge.home / 'index.html'}")
+            return int(edit["verdict"] != KEPT)
+    except UserError as error:
+        print(f"not valid: {error}", file=sys.stderr)
+        return 2
 
 
 @contextmanager
@@ -107,7 +143,11 @@ def parse(arguments: list[str]) -> tuple[list[Path], CompareConfig]:
     folders = [argument for argument in arguments if "=" not in argument or Path(argument).exists()]
     options = [argument for argument in arguments if argument not in folders]
     config = key_values(options, CompareConfig, "compare.py")
-    if not folders:
+    if config.referee is None and (config.commit or config.salt):
+        raise ReportError("commit= and salt= are for the referee; name a track with referee=<track>.")
+    if config.referee is not None and (folders or config.reference or config.wandb):
+        raise ReportError("referee= takes commit=, salt= and out=, and no folders of runs; leave the others out.")
+    if not folders and config.referee is None:
         raise ReportError("compare.py needs a folder of runs, such as multirun/2026-11-20/10-00-00.")
     if config.wandb not in (None, *MODES):
         raise ReportError(f"wandb={config.wandb} is not a mode; choose one of {', '.join(MODES)}.")
@@ -117,9 +157,9 @@ def parse(arguments: list[str]) -> tuple[list[Path], CompareConfig]:
 if __name__ == "__main__":
     refuse_windows_lines()
     try:
-        main(sys.argv[1:])
+        status = main(sys.argv[1:])
         sys.stdout.flush()
-        os._exit(0)  # a W&B that hangs does not hold the process
+        os._exit(status)  # a W&B that hangs does not hold the process
     except UserError as error:
         fail(error)
     except KeyboardInterrupt:

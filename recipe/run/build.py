@@ -93,7 +93,7 @@ def build_model(
     Where ranks keep shards of it, only the first one builds it whole, and the others on the meta device.
     """
     shards = shards_weights(config.parallel, world)
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.seed if config.init_seed is None else config.init_seed)
     with torch.device("meta") if config.init_from or (shards and world.rank > 0) else nullcontext():
         model = build_gpt(config, vocab_size, device)
     if config.init_from is not None:

@@ -36,6 +36,7 @@ class Config:
     seq_len    length of a sequence, in tokens
     device     auto, cpu, cuda or cuda:N
     resume     auto or a run folder: continue from its newest checkpoint
+    init_seed  for the initial weights alone; None: seed
     init_from  a folder of transformers, or a name on the hub: the weights, model, score and tokenizer to start from
     probes     measured with every evaluation: tasks of data/tasks/, and position_loss
     """
@@ -44,6 +45,7 @@ class Config:
     seq_len: int = 128
     device: str = "auto"
     resume: str | None = None
+    init_seed: int | None = None
     init_from: str | None = None
     probes: list[str] = field(default_factory=list)
     attention: AttentionConfig = field(default_factory=AttentionConfig)

@@ -46,6 +46,10 @@ def mistakes(config: Config, ranks: int | None = None, weights: Weights | None =
     """
     if not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must lie between 0 and 2**32 - 1."
+    if config.init_seed is not None and not 0 <= config.init_seed < 2**32:
+        yield f"init_seed={config.init_seed} must lie between 0 and 2**32 - 1, or be null."
+    if config.init_seed is not None and config.init_from is not None:
+        yield f"init_seed={config.init_seed} has no effect with init_from={config.init_from}; leave one of them out."
     if config.seq_len < 1:
         yield f"seq_len={config.seq_len} must be at least 1."
     ranks = ranks or World.from_environment().size

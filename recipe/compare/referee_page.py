@@ -1,0 +1,63 @@
+"""What the referee shows: the leaderboard of a track, and the page on an edit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recipe.compare.headline import Headline
+from recipe.compare.page import Report, Section, sources_of, subtitle, write_page
+from recipe.compare.referee import KEPT, Judge
+from recipe.compare.runs import find_runs
+from recipe.compare.tables import DASH, Table, bounds, run_table, runs_csv, signed, table
+from recipe.files import to_json
+
+COLUMNS = ["edit", "commit", "bits per byte", "interval", "pairs", "seconds", "who", "when"]
+CAPTION = (
+    "Bits per byte: the difference to the best commit before it, with an interval that holds at every pair (95 %)."
+)
+
+
+def leaderboard(judge: Judge) -> Table:
+    """The edits that were kept, after the baseline."""
+    rows = [["0", judge.track.baseline[:12], *[DASH] * 6]]
+    rows += [
+        [
+            str(number),
+            named(edit),
+            signed(edit["difference"]),
+            bounds((float(edit["interval"][0]), float(edit["interval"][1]))),
+            str(len(edit["pairs"])),
+            f"{edit['seconds']:.0f}",
+            edit["who"],
+            edit["when"],
+        ]
+        for number, edit in enumerate(judge.ledger.edits, 1)
+        if edit["verdict"] == KEPT
+    ]
+    return table("leaderboard", f"{len(judge.ledger.edits)} edits, {len(rows) - 1} kept", COLUMNS, rows, CAPTION)
+
+
+def named(edit: dict[str, Any]) -> str:
+    """A commit, with its salt."""
+    return edit["commit"][:12] + (f" salt={edit['salt']}" if edit["salt"] else "")
+
+
+def write_referee_page(judge: Judge, edit: dict[str, Any]) -> Report:
+    """Write index.html, runs.csv and referee.json on an edit into the judge's folder."""
+    runs = judge.home / "runs"
+    found = find_runs([runs / f"{one['commit'][:12]}-{one['salt']}" for one in (edit["best"], edit)])
+    labels = {run.name: run.name.partition("/")[0] for run in found.runs}
+    pairs = [
+        [str(one["seed"]), signed(float(one["difference"])), f"{one['log_evidence']:.2f}"] for one in edit["pairs"]
+    ]
+    text = f"{named(edit)}: {edit['verdict']}, {edit['reason']}"
+    tone = "better" if edit["verdict"] == KEPT else "undecided"
+    columns = ["seed", "bits per byte", "log evidence"]
+    tables = table("pairs", "Edit less best", columns, pairs), leaderboard(judge)
+    section = Section("", f"Track {judge.name}", subtitle(found.runs), Headline(text, tone), (), tables)
+    places = dict.fromkeys(labels, "")
+    listed = run_table(found.runs, labels, places, "commit")
+    report = Report(text, tone, None, (), (section,), found.notes, listed, sources_of(found.runs))
+    write_page(report, judge.home, runs_csv(found.runs, labels, places, "commit"))
+    (judge.home / "referee.json").write_text(to_json(edit, indent=2) + "\n", encoding="utf-8")
+    return report

@@ -1,0 +1,351 @@
+"""The referee: audits against planted cheats, and judgements in a repository whose runs are made of numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+
+import compare
+from attention import AttentionConfig, build_attention
+from data.tokenizers import bytes_tokenizer
+from model.gpt import GPT
+from model.options import GPTConfig
+from recipe.compare import referee
+from recipe.compare.audits import FUTURE, InvalidError, check_paths, faults, result
+from recipe.compare.referee import Judge, RefereeError
+from recipe.compare.watched import READS
+from recipe.distributed.world import World
+from recipe.infer.evaluation.audited import future
+from recipe.infer.evaluation.scorer import LanguageModel
+from recipe.infer.evaluation.text import Text
+from recipe.run.build import build_model
+from recipe.run.config import Config
+
+ROOT, PYTHON = Path(__file__).parents[3], referee.python
+BUDGET = {"tokens": 1000, "seconds": 60, "flops": 1e6, "parameters": 500}
+SUMMARY: dict[str, Any] = {
+    "status": "completed",
+    "config": {"seed": 1, "seq_len": 32, "data": {"name": "text", "val_fraction": 0.1}, "training": {"eval_every": 0}},
+    "device": {"type": "cpu", "name": "EPYC"},
+    "versions": {"torch": "2.9"},
+    "tokens": 1000,
+    "flops_per_token": 1000.0,
+    "steps": 10,
+    "val_loss": None,
+}
+MEASURED: dict[str, Any] = {
+    "bits_per_byte": 2.0,
+    "tokens": 300,
+    "bytes": 300,
+    "future": 0.0,
+    "parameters": 500,
+    "weights": "a",
+    "tokenizer": "t",
+    "data": "d",
+    "threads": 2,
+    "step": 10,
+    "checkpoints": 1,
+}
+
+
+def cheated(summary: dict[str, Any] | None = None, measured: dict[str, Any] | None = None, seconds: float = 9) -> str:
+    """The faults of a run beside an honest one."""
+    honest = result(SUMMARY, MEASURED, 10)
+    return " ".join(faults(result(SUMMARY | (summary or {}), MEASURED | (measured or {}), seconds), honest, BUDGET))
+
+
+def test_an_honest_run_has_no_fault() -> None:
+    assert cheated(measured={"bits_per_byte": 1.9, "weights": "b"}) == ""
+
+
+def config(**changed: Any) -> dict[str, Any]:
+    return {"config": SUMMARY["config"] | changed}
+
+
+@pytest.mark.parametrize(
+    ("summary", "measured", "reason"),
+    [
+        (config(data={"name": "text", "val_fraction": 0.0001}), {}, "data.val_fraction=0.0001 instead of 0.1"),
+        ({}, {"data": "with validation documents in training"}, "changes the text"),
+        ({}, {"tokens": 200}, "changes the tokens that are evaluated"),
+        ({}, {"tokenizer": "u"}, "changes the tokenizer"),
+        ({}, {"bytes": 400}, "changes the count of bytes: 400 instead of 300"),
+        (config(seed=7), {}, "changes the seed list: 7 instead of 1"),
+        (config(training={"eval_every": 5}), {}, "training.eval_every=5 instead of 0"),
+        ({}, {"step": 8}, "not the best of several"),
+        ({}, {"checkpoints": 3}, "not the best of several"),
+        ({"tokens": 1001}, {}, "1,001 tokens, and the track allows 1,000"),
+        ({"flops_per_token": 2000.0}, {}, "2e+06 flops"),
+        ({}, {"parameters": 501}, "501 parameters"),
+        ({}, {"future": 0.5}, "sees the future"),
+        ({}, {"future": float("nan")}, "sees the future"),
+        ({"device": {"type": "cpu", "name": "Xeon"}}, {}, "another device"),
+        ({}, {"threads": 4}, "another device"),
+        ({"val_loss": 0.1}, {}, "val_loss) that the judge did not write"),
+        ({"eval": {"val": {"bits_per_byte": 0.1}}}, {}, "eval) that the judge did not write"),
+    ],
+)
+def test_a_planted_cheat_is_named(summary: dict[str, Any], measured: dict[str, Any], reason: str) -> None:
+    assert reason in cheated(summary, measured)
+
+
+def test_more_time_is_named() -> None:
+    assert "61 seconds, and the track allows 60" in cheated(seconds=61)
+
+
+@pytest.mark.parametrize("path", ["eval.py", "recipe/infer/evaluation/text.py", "data/prepare.py", "models/gpt.py"])
+def test_an_edit_of_the_evaluation_or_the_text_is_not_valid(path: str) -> None:
+    check_paths(["model/gpt.py", "model"], ["model"])
+    with pytest.raises(InvalidError, match=f"changes {path}"):
+        check_paths(["model/gpt.py", path], ["model"])
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("place", ["edited", "fixed"])
+def test_code_that_reads_the_validation_text_ends_the_run(tmp_path: Path, place: str, in_thread: bool) -> None:
+    """A cheat in a folder that the track lets an edit change, and the same lines in one that it does not."""
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "val.bin").write_text("text")
+    (tmp_path / place).mkdir()
+    (tmp_path / place / "reads.py").write_text("def read():\n    open('tokens/val.bin').read()\n")
+    run = "t = threading.Thread(target=reads.read); t.start(); t.join()" if in_thread else "reads.read()"
+    (tmp_path / "train.py").write_text(f"import sys, threading\nfrom {place} import reads\n{run}\nsys.exit(7)\n")
+    lists = [json.dumps(["edited"]), json.dumps([f"{tmp_path}/*/val.*"])]
+    command = [sys.executable, "-m", "recipe.compare.watched", *lists, "seed=1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == (READS if place == "edited" else 7), done.stderr
+    assert ("edited/reads.py reads the validation text" in done.stderr) == (place == "edited")
+
+
+@pytest.mark.parametrize("leak", [0.0, 0.01])
+def test_a_model_that_sees_the_future_is_noticed(monkeypatch: pytest.MonkeyPatch, leak: float) -> None:
+    torch.manual_seed(0)
+    length, tokenizer = 16, bytes_tokenizer()
+    network = GPT(GPTConfig(n_layers=1, n_heads=2, n_embd=16), 257, length, build_attention(AttentionConfig())).eval()
+    hidden = network.hidden
+
+    def cheating(*arguments: Any, **options: Any) -> torch.Tensor:
+        found: torch.Tensor = hidden(*arguments, **options)
+        return found + leak * found.roll(-1, dims=1)
+
+    monkeypatch.setattr(network, "hidden", cheating)
+    trained: Any = SimpleNamespace(
+        model=network, tokenizer=tokenizer, config=SimpleNamespace(seq_len=length), autocast=nullcontext
+    )
+    changed = future(LanguageModel(trained), Text(np.arange(64), np.zeros(1, int), 64))
+    assert (changed > FUTURE) == (leak > 0)
+
+
+def test_init_seed_draws_the_initial_weights_alone() -> None:
+    model = GPTConfig(n_layers=1, n_heads=2, n_embd=16)
+
+    def weights(**options: Any) -> torch.Tensor:
+        built = build_model(Config(model=model, seq_len=8, **options), 16, torch.device("cpu"), World())
+        return built.h[0].mlp.c_fc.weight.detach()
+
+    assert torch.equal(weights(seed=3), weights(seed=3, init_seed=None))
+    assert torch.equal(weights(seed=3, init_seed=5), weights(seed=5))
+    assert not torch.equal(weights(seed=3, init_seed=5), weights(seed=3))
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def commit(**files: str) -> str:
+    """Commit files of model/ or of others (data__x: data/x). Returns the hash."""
+    for name, content in files.items():
+        path = Path(*name.split("__")) if "__" in name else Path("model", name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    git("add", "-A")
+    git("commit", "-qm", "an edit", "--allow-empty")
+    return git("rev-parse", "HEAD")
+
+
+def train_by_number(tree: Path, folder: Path, module: str, *arguments: str) -> int:
+    """In place of training: the loss follows from the worktree's model/gain, the seed and the salt."""
+    options = dict(argument.partition("=")[::2] for argument in arguments[2:])
+    if module == "recipe.compare.watched":
+        seed, start = int(options["seed"]), options.get("init_seed", "")
+        gain = float((tree / "model" / "gain").read_text())
+        shared, alone = (np.random.default_rng([seed, n]).normal() for n in (0, crc32(f"{start} {gain}".encode())))
+        weights = f"{gain} {seed} {start}"
+        found = MEASURED | {"bits_per_byte": 2 - gain + 0.1 * shared + 0.002 * alone, "weights": weights}
+        diverged = gain < -1
+        summary = SUMMARY | config(seed=seed) | {"status": "failed" if diverged else "completed"}
+        summary |= {"non_finite_step": 3} if diverged else {}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "measured").write_text(json.dumps(found))
+        return 0
+    (folder / "console.log").write_text(f"a line of torch's\n{(folder / 'measured').read_text()}\n")
+    return 0
+
+
+@pytest.fixture
+def track(here: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A repository with a track, whose first commit is the baseline."""
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "Ada")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "ada@example.org")
+    monkeypatch.setattr(referee, "python", train_by_number)
+    git("init", "-q")
+    first = commit(gain="0")
+    Path(".gitignore").write_text("/outputs/\n")
+    Path("records", "toy").mkdir(parents=True)
+    rules = {"baseline": first, "overrides": ["model=mini"], "editable": ["model", "records", ".gitignore"]}
+    Path("records", "toy", "track.yaml").write_text(json.dumps(rules | {"budget": BUDGET, "salts": True}))
+    return commit(gain="0")
+
+
+def judged(name: str, *more: str) -> int:
+    return compare.main(["referee=toy", f"commit={name}", *more])
+
+
+def test_a_gain_is_kept_and_what_changes_nothing_is_dropped(track: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert judged(commit(gain="0.02")) == 0
+    out = capsys.readouterr().out
+    assert "calibration 8 of 8" in out
+    assert " of 78.4\n" in out  # 1 / (0.05 * (1/4 + 50 / (101 * 100)))
+    better = git("rev-parse", "HEAD")
+    assert judged(commit(comment="why")) == 1
+    assert "dropped, changed nothing" in capsys.readouterr().out
+    assert judged(commit(gain="0.01")) == 1  # is worse than the best now
+    assert compare.main(["referee=toy"]) == 0
+    baseline, kept = capsys.readouterr().out.strip().splitlines()[-2:]
+    assert all(part in kept for part in (better[:12], "-0.0", "Ada"))
+    assert baseline.startswith("| 0 |")
+    page = Path("outputs/referee/toy/index.html").read_text()
+    assert all(part in page for part in ("dropped, no gain that", better[:12]))
+    assert json.loads(Path("outputs/referee/toy/referee.json").read_text())["verdict"] == "dropped"
+
+
+def test_a_night_of_salts_keeps_nothing(track: str) -> None:
+    assert [judged(track, f"salt={salt}") for salt in range(2, 5)] == [1] * 3
+
+
+def test_a_run_that_diverges_is_dropped_and_not_repeated(
+    track: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit = commit(gain="-5")
+    assert judged(edit) == 1
+    assert "dropped, diverged with seed 1" in capsys.readouterr().out
+    monkeypatch.setattr(referee, "python", None)
+    assert judged(edit) == 1  # from the ledger
+    assert judged(commit(gain="-5")) == 2  # the same code under another name
+    assert "the same code was judged before" in capsys.readouterr().err
+
+
+def test_what_is_no_valid_attempt_has_status_two(track: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, reason in ((commit(data__text="1"), "changes data/text"), ("HEAD~9", "HEAD~9")):
+        assert judged(name) == 2
+        assert reason in capsys.readouterr().err
+    git("reset", "-q", "--hard", track)
+    Path("model", "gain").write_text("0.5")
+    assert judged("HEAD") == 2
+    assert "changes that no commit holds" in capsys.readouterr().err
+    assert judged(track, "salt=1") in (0, 1)  # a commit that is named leaves them alone
+    assert Path("model", "gain").read_text() == "0.5"
+    assert git("status", "--porcelain") == "M model/gain"
+    assert compare.main(["referee=other"]) == 2
+    assert "is no track" in capsys.readouterr().err
+
+
+def test_a_cheat_within_a_run_has_status_two_and_stays_so(
+    track: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cheats(tree: Path, folder: Path, module: str, *arguments: str) -> int:
+        train_by_number(tree, folder, module, *arguments)
+        (folder / "console.log").write_text("error: model/x.py reads the validation text val.bin")
+        return READS if (tree / "model" / "x.py").exists() else 0
+
+    edit = commit(**{"x.py": "", "gain": "0.3"})
+    calibrated = Judge("toy")
+    with calibrated:
+        calibrated.calibration(calibrated.best, 1)
+    monkeypatch.setattr(referee, "python", cheats)
+    for _ in range(2):
+        assert judged(edit) == 2
+        assert "model/x.py reads the validation text" in capsys.readouterr().err
+
+
+def test_a_judge_that_was_killed_goes_on(track: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit, started = commit(gain="0.01"), list[Path]()
+
+    def killed(tree: Path, folder: Path, module: str, *arguments: str) -> int:
+        started.append(folder)
+        if len(started) == kill_at:
+            raise KeyboardInterrupt
+        return train_by_number(tree, folder, module, *arguments)
+
+    monkeypatch.setattr(referee, "python", killed)
+    kill_at = 0
+    assert judged(edit) == 0
+    expected, runs = json.loads(Path("outputs/referee/toy/ledger.json").read_text()), len(started)
+    shutil.rmtree("outputs/referee/toy")
+    started.clear()
+    kill_at = runs - 3
+    with pytest.raises(KeyboardInterrupt):
+        judged(edit)
+    assert judged(edit) == 0
+    assert len(started) <= runs + 2  # the run that was killed is repeated
+    continued = json.loads(Path("outputs/referee/toy/ledger.json").read_text())
+    for ledger in (expected, continued):
+        del ledger["edits"][0]["when"], ledger["edits"][0]["seconds"]
+    assert continued == expected
+
+
+def test_two_judges_of_a_track_do_not_mix(track: str) -> None:
+    with Judge("toy"), pytest.raises(RefereeError, match="another judge of toy is at work"), Judge("toy"):
+        pass
+    with Judge("toy"):
+        pass
+
+
+def test_rules_that_change_during_a_night_are_refused(track: str) -> None:
+    judged(track, "salt=1")
+    rules = Path("records/toy/track.yaml")
+    rules.write_text(rules.read_text().replace("1000", "2000"))
+    with pytest.raises(RefereeError, match="has changed since its first edit"):
+        Judge("toy")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+@pytest.mark.timeout(600)
+def test_runs_are_trained_and_measured(
+    track: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A comment in the model: both runs have equal bits."""
+    monkeypatch.setattr(referee, "python", PYTHON)
+    shutil.copy(ROOT / "train.py", "train.py")
+    Path("text.txt").write_text("".join(f"{n} and {n + 1} are {2 * n + 1}.\n" for n in range(300)))
+    overrides = ["model=mini", "model.n_layers=1", "model.n_embd=16", "model.n_heads=2", "seq_len=16", "data=text"]
+    overrides += [f"data.path={Path('text.txt').absolute()}", "training.steps=2", "training.batch_size=2", "device=cpu"]
+    rules = {"baseline": commit(), "overrides": overrides, "editable": ["model"], "budget": {"tokens": 64}}
+    Path("records", "toy", "track.yaml").write_text(json.dumps(rules | {"calibration": 0}))
+    git("checkout", "-q", "--detach")
+    Path("model", "comment").write_text("why")
+    git("add", "model")
+    git("commit", "-qm", "a comment")
+    assert judged(git("rev-parse", "HEAD")) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("pair 1: +0.00000\n")
+    assert "changed nothing" in out
+    found = json.loads(next(Path("outputs/referee/toy/runs").glob("*/1/judged.json")).read_text())
+    assert (found["tokens"], found["step"], found["checkpoints"], found["recorded"]) == (64, 2, 1, [])
+    assert 7 < found["bits_per_byte"] < 9  # 257 tokens, none learned yet
+    assert found["future"] < FUTURE
