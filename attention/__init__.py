@@ -68,6 +68,6 @@ def build_attention(config: AttentionConfig) -> Attention:
     try:
         implementation = IMPLEMENTATIONS[config.name]
     except KeyError:
-        named, known = Option("attention", config.name), ", ".join(IMPLEMENTATIONS)
-        raise UnsupportedAttention("{} is not known; choose one of {}.", named, known) from None
+        named, names = Option("attention", config.name), ", ".join(IMPLEMENTATIONS)
+        raise UnsupportedAttention("{} is not known; choose one of {}.", named, names) from None
     return implementation(config)

@@ -18,11 +18,11 @@ def main() -> int:
         from .check.cli import main as check
 
         return check(arguments)
-    known = "gpt-attention check my_module:my_attention    is this attention or mixer correct? (check --help has more)"
+    usage = "gpt-attention check my_module:my_attention    is this attention or mixer correct? (check --help has more)"
     if command in ("--help", "-h"):
-        print(known)
+        print(usage)
         return 0
-    print(f"error: {command} is not a command. There is one:\n  {known}", file=sys.stderr)
+    print(f"error: {command} is not a command. There is one:\n  {usage}", file=sys.stderr)
     return 2
 
 

@@ -184,10 +184,10 @@ class Attention(ABC):
         # q, k and v set the precision; autocast must not change what an implementation computes in fp32.
         with without_autocast(q.device.type):
             q, call = self.prepare(q, call, k.shape[2])
-            given = self.attend(q, k, v, call)
-            if isinstance(given, Tensor):  # which would unpack, with a batch of two
+            result = self.attend(q, k, v, call)
+            if isinstance(result, Tensor):  # which would unpack, with a batch of two
                 raise AttentionError("{} returns a tensor from `attend`; return AttentionOutput(out).", self.name)
-            out, lse = given
+            out, lse = result
             if not return_lse:
                 return AttentionOutput(out)
             return AttentionOutput(out, (self.lse(q, k, call) if lse is None else lse).detach())

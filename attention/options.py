@@ -88,6 +88,6 @@ class AttentionConfig:
                 try:
                     setattr(self, option.name, choices(value))
                 except ValueError:
-                    known = ", ".join(choice.value for choice in choices)
+                    names = ", ".join(choice.value for choice in choices)
                     named = Option(f"attention.{option.name}", value)
-                    raise AttentionError("{} is not one of {}.", named, known) from None
+                    raise AttentionError("{} is not one of {}.", named, names) from None

@@ -10,17 +10,17 @@ from .layout import Layout
 from .score import Score
 
 
-def score_tensors(score: Score, given: dict[str, Any], q: Tensor) -> dict[str, Tensor]:
+def score_tensors(score: Score, named: dict[str, Any], q: Tensor) -> dict[str, Tensor]:
     """The tensors of a score, by name, with defaults for the ones that the caller left out. Raises ValueError.
 
     `prepare` checks the shapes of a formula's tensors.
     """
-    given = (given.pop("tensors", None) or {}) | given
-    H, wanted, of_options = q.shape[1], score.tensors(), score.head_tensors
-    tensors, of_heads = {name: x for name, x in given.items() if x is not None}, [x.name for x in of_options]
+    named = (named.pop("tensors", None) or {}) | named
+    H, axes, of_options = q.shape[1], score.tensors(), score.head_tensors
+    tensors, of_heads = {name: x for name, x in named.items() if x is not None}, [x.name for x in of_options]
     for name, x in tensors.items():
-        if name not in wanted or (name in of_heads and x.shape != (H,)):
-            fits = f"one for each of {H} query heads" if name in wanted else f"{score} has none"
+        if name not in axes or (name in of_heads and x.shape != (H,)):
+            fits = f"one for each of {H} query heads" if name in axes else f"{score} has none"
             raise ValueError(f"{name} of shape {tuple(x.shape)} do not fit: {fits}.")
     for name, initial, learned, meaning in of_options:
         if name not in tensors and learned:

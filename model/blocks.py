@@ -31,23 +31,23 @@ Masks = Sequence[Mask | None]  # residual dropout's mask at each site; None: kee
 T = TypeVar("T")
 
 
-def call(recompute: bool, function: Callable[..., T], *inputs: object, kept: frozenset[str] = frozenset()) -> T:
-    """function(*inputs), storing for the backward pass, if `recompute`, only the inputs and what operators `kept` give.
+def call(recompute: bool, function: Callable[..., T], *inputs: object, saved: frozenset[str] = frozenset()) -> T:
+    """function(*inputs), storing for the backward pass, if `recompute`, only the inputs and what operators `saved` give.
 
     kept  operators' names, such as "aten::mm"
     """
     if not recompute:
         return function(*inputs)
     # Compiled without a policy, torch 2.11 also stores what each autograd.Function within saves.
-    if not kept and not torch.compiler.is_compiling():
+    if not saved and not torch.compiler.is_compiling():
         return checkpoint(function, *inputs, use_reentrant=False)
-    contexts = partial(create_selective_checkpoint_contexts, partial(policy, kept))
+    contexts = partial(create_selective_checkpoint_contexts, partial(policy, saved))
     return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
 
 
-def policy(kept: frozenset[str], _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def policy(saved: frozenset[str], _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """What selective checkpointing asks for each operator that a recomputed function calls."""
-    return CheckpointPolicy.MUST_SAVE if operator.name() in kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator.name() in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Stream(NamedTuple):

@@ -62,10 +62,10 @@ def drop(x: Tensor, mask: Mask | None) -> Tensor:
     """x (B, T, C) with the dropped elements 0 and the others scaled up; without a mask, x."""
     if mask is None:
         return x
-    return torch.where(kept(mask.bits, mask.shifts, x.shape[-1]), x * mask.scale, 0)
+    return torch.where(keep_bits(mask.bits, mask.shifts, x.shape[-1]), x * mask.scale, 0)
 
 
-def kept(bits: Tensor, shifts: Tensor, C: int) -> Tensor:
+def keep_bits(bits: Tensor, shifts: Tensor, C: int) -> Tensor:
     """(B, T, C) of a Mask's bits and shifts: whether an element is kept."""
     return (bits.unflatten(-1, (-1, 1, 8)) >> shifts & 1).flatten(-3)[..., :C] != 0
 

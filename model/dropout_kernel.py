@@ -13,7 +13,7 @@ BLOCK = 1024  # generator calls per program
 
 
 @triton.jit
-def kept(b_w, BYTE: tl.constexpr, BIT: tl.constexpr, THRESHOLD: tl.constexpr):
+def keep_bit(b_w, BYTE: tl.constexpr, BIT: tl.constexpr, THRESHOLD: tl.constexpr):
     """Bit BIT set where byte BYTE of the word is kept."""
     return (((b_w >> (8 * BYTE)) & 0xFF) >= THRESHOLD).to(tl.uint8) << BIT
 
@@ -31,14 +31,14 @@ def draw_bits_kernel(p_bits, p_key, B, T, G: tl.constexpr, THRESHOLD: tl.constex
     )
 
     # Bits 4 and 5 of a column choose the word; bit 3 of the row, then bit 3 of the column, the byte from the top.
-    b_upper = kept(b_w0, 3, 0, THRESHOLD) | kept(b_w0, 2, 1, THRESHOLD)
-    b_upper |= kept(b_w1, 3, 2, THRESHOLD) | kept(b_w1, 2, 3, THRESHOLD)
-    b_upper |= kept(b_w2, 3, 4, THRESHOLD) | kept(b_w2, 2, 5, THRESHOLD)
-    b_upper |= kept(b_w3, 3, 6, THRESHOLD) | kept(b_w3, 2, 7, THRESHOLD)
-    b_lower = kept(b_w0, 1, 0, THRESHOLD) | kept(b_w0, 0, 1, THRESHOLD)
-    b_lower |= kept(b_w1, 1, 2, THRESHOLD) | kept(b_w1, 0, 3, THRESHOLD)
-    b_lower |= kept(b_w2, 1, 4, THRESHOLD) | kept(b_w2, 0, 5, THRESHOLD)
-    b_lower |= kept(b_w3, 1, 6, THRESHOLD) | kept(b_w3, 0, 7, THRESHOLD)
+    b_upper = keep_bit(b_w0, 3, 0, THRESHOLD) | keep_bit(b_w0, 2, 1, THRESHOLD)
+    b_upper |= keep_bit(b_w1, 3, 2, THRESHOLD) | keep_bit(b_w1, 2, 3, THRESHOLD)
+    b_upper |= keep_bit(b_w2, 3, 4, THRESHOLD) | keep_bit(b_w2, 2, 5, THRESHOLD)
+    b_upper |= keep_bit(b_w3, 3, 6, THRESHOLD) | keep_bit(b_w3, 2, 7, THRESHOLD)
+    b_lower = keep_bit(b_w0, 1, 0, THRESHOLD) | keep_bit(b_w0, 0, 1, THRESHOLD)
+    b_lower |= keep_bit(b_w1, 1, 2, THRESHOLD) | keep_bit(b_w1, 0, 3, THRESHOLD)
+    b_lower |= keep_bit(b_w2, 1, 4, THRESHOLD) | keep_bit(b_w2, 0, 5, THRESHOLD)
+    b_lower |= keep_bit(b_w3, 1, 6, THRESHOLD) | keep_bit(b_w3, 0, 7, THRESHOLD)
 
     p_mask = p_bits + i_mask.to(tl.int64) * T * G
     o_i = o_r // 8 * 16 + o_r % 8

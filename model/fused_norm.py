@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.gpu import HAS_TRITON
-from model.dropout import Mask, kept
+from model.dropout import Mask, keep_bits
 from model.norms import RMSNorm
 
 if HAS_TRITON:
@@ -147,7 +147,7 @@ add_norm.register_autograd(_gradients, setup_context=_keep_inputs)
 def keeps(bits: Tensor, x: Tensor) -> Tensor:
     """Whether dropout keeps each element of x (B, T, C)."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)[:, None]
-    return kept(bits, shifts, x.shape[-1])
+    return keep_bits(bits, shifts, x.shape[-1])
 
 
 @add_norm.register_fake

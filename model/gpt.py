@@ -376,7 +376,7 @@ class GPT(nn.Module):
             x,
             inputs.around(layer, self.config, first),
             inputs.masks_of(layer),
-            kept=self.attend.operators if kind is Recompute.around_attention else frozenset(),
+            saved=self.attend.operators if kind is Recompute.around_attention else frozenset(),
         )
 
     def narrowed(self, x: Tensor) -> Tensor:

@@ -63,37 +63,37 @@ def softmax_gradient_kernel(p_x, p_targets, p_losses, stride, vocab_size, V, LAN
     p_row = p_x + i * stride
     target = tl.load(p_targets + i)
     # Read before it is overwritten. A target outside the vocabulary makes the loss NaN.
-    known = (target >= 0) & (target < vocab_size)
-    x_target = capped(tl.load(p_row + target, mask=known, other=float("nan")).to(tl.float32), CAP, EXACT)
+    has_target = (target >= 0) & (target < vocab_size)
+    x_target = capped(tl.load(p_row + target, mask=has_target, other=float("nan")).to(tl.float32), CAP, EXACT)
 
     BLOCK: tl.constexpr = 8 * LANES
     o_x = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    whole = vocab_size // BLOCK * BLOCK  # columns in blocks that need no mask
+    unmasked = vocab_size // BLOCK * BLOCK  # columns in blocks that need no mask
     # Masks end at V, a multiple of 64, so that loads and stores are 16 bytes wide; vocab_size may be odd.
-    in_row, in_vocabulary = whole + o_x < V, whole + o_x < vocab_size
+    in_row, in_vocabulary = unmasked + o_x < V, unmasked + o_x < vocab_size
 
     m = tl.full((LANES,), float("-inf"), tl.float32)
     s = tl.full((LANES,), 0.0, tl.float32)
-    for start in range(0, whole, BLOCK):
+    for start in range(0, unmasked, BLOCK):
         m, s = accumulate(m, s, capped(tl.load(p_row + start + o_x).to(tl.float32), CAP, EXACT))
-    b_x = capped(tl.load(p_row + whole + o_x, mask=in_row, other=0.0).to(tl.float32), CAP, EXACT)
+    b_x = capped(tl.load(p_row + unmasked + o_x, mask=in_row, other=0.0).to(tl.float32), CAP, EXACT)
     m, s = accumulate(m, s, tl.where(in_vocabulary, b_x, float("-inf")))
     row_max = tl.max(m, axis=0)
     lse = row_max + tl.log(tl.sum(s * tl.exp2((m - row_max) * LOG2_E), axis=0))
 
-    kept = target != IGNORE_INDEX
-    lse2 = tl.where(kept, lse * LOG2_E, float("inf"))  # infinity makes the gradient of an ignored row zero
-    for start in range(0, whole, BLOCK):
+    counts = target != IGNORE_INDEX
+    lse2 = tl.where(counts, lse * LOG2_E, float("inf"))  # infinity makes the gradient of an ignored row zero
+    for start in range(0, unmasked, BLOCK):
         b_x = capped(tl.load(p_row + start + o_x).to(tl.float32), CAP, EXACT)
         b_dx = uncapped_gradient(tl.exp2(b_x * LOG2_E - lse2), b_x, CAP)
         tl.store(p_row + start + o_x, b_dx.to(p_x.dtype.element_ty))
-    b_x = capped(tl.load(p_row + whole + o_x, mask=in_row, other=0.0).to(tl.float32), CAP, EXACT)
+    b_x = capped(tl.load(p_row + unmasked + o_x, mask=in_row, other=0.0).to(tl.float32), CAP, EXACT)
     b_dx = tl.where(in_vocabulary, uncapped_gradient(tl.exp2(b_x * LOG2_E - lse2), b_x, CAP), 0.0)
-    tl.store(p_row + whole + o_x, b_dx.to(p_x.dtype.element_ty), mask=in_row)
+    tl.store(p_row + unmasked + o_x, b_dx.to(p_x.dtype.element_ty), mask=in_row)
     tl.debug_barrier()  # the target's column was written by some other thread
     dx_target = uncapped_gradient(tl.exp2(x_target * LOG2_E - lse2) - 1.0, x_target, CAP)
-    tl.store(p_row + target, dx_target.to(p_x.dtype.element_ty), mask=known)
-    tl.store(p_losses + i, tl.where(kept, lse - x_target, 0.0))
+    tl.store(p_row + target, dx_target.to(p_x.dtype.element_ty), mask=has_target)
+    tl.store(p_losses + i, tl.where(counts, lse - x_target, 0.0))
 
 
 def launch_softmax_gradient(x: Tensor, targets: Tensor, vocab_size: int, cap: float | None = None) -> Tensor:

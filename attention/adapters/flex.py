@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from ..errors import Option, UnsupportedAttention, listed, no_dropout
 from ..formula.call import visible_distances
-from ..formula.evaluate import Given, full_index, run
+from ..formula.evaluate import ProgramInputs, full_index, run
 from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
 from ..layout import Layout
 from ..options import AttentionConfig, SDPABackend
@@ -120,13 +120,13 @@ class FlexAttention(Attention):
             return create_block_mask(mask, rows, None, T, S, device=device)
         key = (score, layout.query_start(T, S), layout.k_start, rows, T, S, device)
         version = -1 if starts is None else starts._version
-        kept = self.block_masks.pop(key, None)
-        if kept is None or kept[0] is not starts or kept[1] != version:
-            kept = (starts, version, create_block_mask(mask, rows, None, T, S, device=device))
-        self.block_masks[key] = kept
+        cached = self.block_masks.pop(key, None)
+        if cached is None or cached[0] is not starts or cached[1] != version:
+            cached = (starts, version, create_block_mask(mask, rows, None, T, S, device=device))
+        self.block_masks[key] = cached
         if len(self.block_masks) > MASKS_KEPT:
             del self.block_masks[next(iter(self.block_masks))]
-        return kept[2]
+        return cached[2]
 
 
 def no_backward_on_a_cpu() -> UnsupportedAttention:
@@ -165,13 +165,13 @@ def score_function(call: Call, T: int, S: int) -> Callable[[Tensor, Tensor, Tens
     def change(s: Tensor, b: Tensor, h: Tensor, t: Tensor, c: Tensor) -> Tensor:
         i, j = t + first, c + layout.k_start
         places = {"head": 0 * t, "row": t, "column": c}
-        given = Given({"s": s, "i": i, "j": j, "h": h, "b": b}, s.dtype, [], [])
+        inputs = ProgramInputs({"s": s, "i": i, "j": j, "h": h, "b": b}, s.dtype, [], [])
         for (stage, *_), x in zip(steps.hoisted, hoisted, strict=True):
             place = places[stage] if stage in places else (i - j - low).clamp(0, x.shape[-1] - 1)
             at = (t, c) if stage == "pair" else (place,)
-            given.hoisted.append(x[(b if x.shape[0] > 1 else 0 * b, h if x.shape[1] > 1 else 0 * h, *at)])
+            inputs.hoisted.append(x[(b if x.shape[0] > 1 else 0 * b, h if x.shape[1] > 1 else 0 * h, *at)])
         for (_, index), x in zip(steps.tables, tables, strict=True):
-            given.tables.append(x[tuple(full_index(x, run(index, given), b))].to(s.dtype))
-        return run(steps.value, given)[0]
+            inputs.tables.append(x[tuple(full_index(x, run(index, inputs), b))].to(s.dtype))
+        return run(steps.value, inputs)[0]
 
     return change

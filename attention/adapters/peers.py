@@ -50,7 +50,7 @@ class Peer(Attention):
         if config.dropout > 0:
             raise no_dropout(self.name, config.dropout)
         # The most recent documents: the tensor, its version (it may change in place), and the sequences.
-        self.kept: tuple[Tensor, int, Sequences] | None = None
+        self.latest: tuple[Tensor, int, Sequences] | None = None
         # It reads values. Not as a decorator: that loads torch's compiler, which doubles the time to import attention.
         self.sequences: Callable[[Tensor, int], Sequences] = torch.compiler.disable(self.find_sequences)
 
@@ -91,13 +91,13 @@ class Peer(Attention):
 
     def find_sequences(self, starts: Tensor, T: int) -> Sequences:
         """The documents of a batch, from document_starts (B, T or more). Waits for the device, once for all layers."""
-        if self.kept is None or self.kept[0] is not starts or self.kept[1] != starts._version:
+        if self.latest is None or self.latest[0] is not starts or self.latest[1] != starts._version:
             B, device = len(starts), starts.device
             begins = starts[:, :T] == torch.arange(T, device=device)
             end = torch.tensor([B * T], device=device)
             bounds = torch.cat([begins.flatten().nonzero().flatten(), end]).to(torch.int32)
-            self.kept = (starts, starts._version, Sequences(bounds, int(bounds.diff().max())))
-        return self.kept[2]
+            self.latest = (starts, starts._version, Sequences(bounds, int(bounds.diff().max())))
+        return self.latest[2]
 
 
 class VarlenAttention(Peer):
@@ -233,9 +233,9 @@ def check_kernels(
         )
     major, minor = gpu.capability(device)
     if major not in capabilities:
-        known = ", ".join(f"{x}.x" for x in capabilities)
+        versions = ", ".join(f"{x}.x" for x in capabilities)
         raise UnsupportedAttention(
-            f"{{}} needs a GPU of compute capability {known} and {device} has {major}.{minor}; choose {{}}.",
+            f"{{}} needs a GPU of compute capability {versions} and {device} has {major}.{minor}; choose {{}}.",
             chosen,
             instead,
         )

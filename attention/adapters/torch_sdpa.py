@@ -144,8 +144,8 @@ def defaults(operator: str) -> dict[str, Any]:
 
 def arguments_of(operator: str, given: Sequence[Any], named: dict[str, Any]) -> SimpleNamespace:
     """The arguments of a call of an aten operator by name."""
-    known = defaults(operator)
-    return SimpleNamespace(**(known | dict(zip(known, given, strict=False)) | named))
+    parameters = defaults(operator)
+    return SimpleNamespace(**(parameters | dict(zip(parameters, given, strict=False)) | named))
 
 
 def sdpa_forward(x: SimpleNamespace) -> tuple[Any, ...]:

@@ -119,7 +119,7 @@ def attend(
     """
     softcap, s_aux = others.get("softcap"), others.get("s_aux")
     for argument in ("position_bias", "cache", "cu_seq_lens_q", "output_attentions"):
-        if (given := others.get(argument)) is not None and given is not False:
+        if (asked := others.get(argument)) is not None and asked is not False:
             raise UnsupportedAttention(
                 f"attn_implementation={name} does not support {argument}; leave it out or choose eager."
             )
@@ -156,10 +156,10 @@ def as_cache(key: Tensor, value: Tensor, layout: Layout) -> Cache:
 def implementation(name: str, dropout: float, query: Tensor) -> Attention:
     """The implementation for a name of NAMES and queries (B, H, T, D) like these. It is built once, because a compiled
     model can look it up but cannot build it. Raises UnsupportedAttention."""
-    known = (name, dropout, query.shape[-1], query.dtype, query.device)
-    if known not in _built:
-        build(known)
-    return _built[known]
+    key = (name, dropout, query.shape[-1], query.dtype, query.device)
+    if key not in _built:
+        build(key)
+    return _built[key]
 
 
 @torch.compiler.disable

@@ -115,10 +115,10 @@ class DropoutKey:
 FIELDS = tuple(field.name for field in fields(DropoutKey))  # a constant: torch.compile cannot read a class's fields
 
 
-def moved(key: Tensor, **given: int) -> Tensor:
-    """A packed key in which the fields `given` have new values, on its device."""
+def moved(key: Tensor, **values: int) -> Tensor:
+    """A packed key in which some fields have new values, on its device."""
     parts = list(key.split(1))
-    for name, value in given.items():
+    for name, value in values.items():
         i = FIELDS.index(name)
         parts[i] = torch.full_like(parts[i], value)
     return torch.cat(parts)

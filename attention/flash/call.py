@@ -250,9 +250,9 @@ def recognised(text: str) -> Options | None:
     tensors: dict[str, str] = {}
     x = joined(parse(text))
     for option in reversed(OPTIONS):
-        if (known := option.recognised(x)) is not None:
-            x, values[option.name] = known.before, known.value
-            tensors |= known.tensors
+        if (match := option.recognised(x)) is not None:
+            x, values[option.name] = match.before, match.value
+            tensors |= match.tensors
     return Options((*values.items(),), (*tensors.items(),)) if values and x is leaf("s") else None
 
 
@@ -281,8 +281,8 @@ def as_options(*values: Any) -> Score | None:
     off = {option.name: option.default for option in OPTIONS if option.is_formula}
     if steps is not None and steps.is_identity:
         return replace(score, formula=None, **off)
-    known = {} if found is None else dict(found.values)
-    looks_back = any(option.looks_back and option.name in known for option in OPTIONS)
-    if known and (score.causal or not looks_back):
-        return replace(score, formula=None, **(off | known))
+    on = {} if found is None else dict(found.values)
+    looks_back = any(option.looks_back and option.name in on for option in OPTIONS)
+    if on and (score.causal or not looks_back):
+        return replace(score, formula=None, **(off | on))
     return None if score.formula is not None else replace(score, formula=score.expression, **off)

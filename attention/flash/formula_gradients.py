@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..dropout.kernel import drop, dropped_tile, load_key
 from ..formula.call import positions, visible_distances
-from ..formula.evaluate import Given, full_index, run, sum_of_entries
+from ..formula.evaluate import ProgramInputs, full_index, run, sum_of_entries
 from ..formula.hoist import Steps
 from ..layout import Layout
 from .backward import Gradients
@@ -89,12 +89,12 @@ def tile_gradients(b_rows, b_kv, i_b, i_h, i_m, i_n, inputs, scalars, pos, BLOCK
     b_q, b_do, b_lse2, b_delta = b_rows
     b_k, b_v = b_kv
     o_m, o_n = (i_m + tl.arange(0, BM))[:, None], (i_n + tl.arange(0, BN))[None, :]
-    given, place = inputs.formula, Place(i_b, i_h, o_m, o_n, pos)
-    head = MODE.formula.head(given, i_b, i_h)
-    row = MODE.formula.row(given, i_b, i_h, o_m, pos.T)
-    column = MODE.formula.column(given, i_b, i_h, 0, o_n, None)
+    values, place = inputs.formula, Place(i_b, i_h, o_m, o_n, pos)
+    head = MODE.formula.head(values, i_b, i_h)
+    row = MODE.formula.row(values, i_b, i_h, o_m, pos.T)
+    column = MODE.formula.column(values, i_b, i_h, 0, o_n, None)
     b_s = dot(b_q, b_k.T, None, MODE)
-    result = MODE.formula.weights(b_s, scalars.scale, head, row, column, given, place, MODE.exact)
+    result = MODE.formula.weights(b_s, scalars.scale, head, row, column, values, place, MODE.exact)
     b_p = tl.exp2(result[0] * (MODE.formula.factor * LOG2_E) - b_lse2[:, None])
     interval = key_interval(i_m + tl.arange(0, BM), pos, MODE) if MODE.bounded or MODE.offsets else (0, 0)
     seen = sees_key(o_m, o_n, interval, pos, MODE) & (o_m < pos.T) & (o_n < pos.S)
@@ -340,7 +340,7 @@ class Pass:
         b, h = (torch.arange(size, device=self.device) for size in (self.B, self.H))
         leaves = {"i": i, "j": j, "h": h.view(-1, 1, 1), "b": b.view(-1, 1, 1, 1)}
         _, program = self.steps.tables[table]
-        index = full_index(like, run(program, Given(leaves, torch.float32, [], [])), leaves["b"])
+        index = full_index(like, run(program, ProgramInputs(leaves, torch.float32, [], [])), leaves["b"])
         return list(torch.broadcast_tensors(*index)) if index else []
 
 
@@ -352,11 +352,11 @@ def summed(x: Tensor, like: Tensor) -> Tensor:
     return x
 
 
-def learned_gradients(saved: Sequence[Tensor], known: Gradients, call: KernelCall) -> list[Tensor]:
+def learned_gradients(saved: Sequence[Tensor], gradients: Gradients, call: KernelCall) -> list[Tensor]:
     """The gradients of the inputs `call.spec.learned`, in this order.
 
-    saved  q, k, v, do and lse2, addressable
-    known  the results of the backward of q, k and v, with delta
+    saved      q, k, v, do and lse2, addressable
+    gradients  the results of the backward of q, k and v, with delta
     """
     spec, steps = call.spec, call.spec.score.steps()
     if not spec.learned:
@@ -369,17 +369,17 @@ def learned_gradients(saved: Sequence[Tensor], known: Gradients, call: KernelCal
     # Summands that are the same along a row cancel in the softmax.
     found = {k: torch.zeros_like(inputs[k]) for k in spec.learned if k not in entering}
     # The backward gives the gradient of a value that is the only input of a score besides s.
-    whole = known.sums if added_by(spec.score) == "column" else known.ds
-    if whole is not None:
-        found.update(dict.fromkeys(entering.intersection(spec.learned), whole))
+    of_scores = gradients.sums if added_by(spec.score) == "column" else gradients.ds
+    if of_scores is not None:
+        found.update(dict.fromkeys(entering.intersection(spec.learned), of_scores))
     stages = {
         k: steps.hoisted[k][0] if k < len(steps.hoisted) else "table"
         for k in spec.learned
         if k in entering and k not in found
     }
     if stages:
-        assert known.delta is not None
-        found.update(by_second_pass(Pass((*saved, known.delta), call, steps), stages, known.sums))
+        assert gradients.delta is not None
+        found.update(by_second_pass(Pass((*saved, gradients.delta), call, steps), stages, gradients.sums))
     return [
         (found[k] if stages.get(k) in ("pair", "table") else summed(found[k], inputs[k])).to(inputs[k].dtype)
         for k in spec.learned

@@ -255,9 +255,9 @@ def launch_factors(x: Tensor, y: Tensor, factors: Tensor, q: Tensor | None = Non
     """Launch `factors_kernel`."""
     B, H, T, D = x.shape
     columns = max(16, triton.next_power_of_2(D))
-    given = [None if z is None else tiles(z, ROWS, columns) for z in (x, y, q)]
+    descriptors = [None if z is None else tiles(z, ROWS, columns) for z in (x, y, q)]
     grid = (triton.cdiv(T, ROWS), B * H)
-    factors_kernel[grid](*given, sums, factor_input(factors), ROWS=ROWS, COLUMNS=columns, enable_fp_fusion=True)
+    factors_kernel[grid](*descriptors, sums, factor_input(factors), ROWS=ROWS, COLUMNS=columns, enable_fp_fusion=True)
 
 
 def scaled_queries(q: Tensor, factors: Tensor) -> Tensor:

@@ -148,8 +148,8 @@ def launch_scalars(call: KernelCall, n_together: int) -> Scalars:
     starts, scale = call.inputs.starts, float(call.spec.scale)  # of which Triton would make a constant if it were 1
     length = None if starts is None else starts.shape[1]
     positions = (call.q_start, call.k_start) if call.spec.offsets else (None, None)
-    whole = [None if x is None else unspecialised(x) for x in (n_together, *positions, length)]
-    return Scalars(scale, scale * LOG2_E.value, *whole)
+    integers = [None if x is None else unspecialised(x) for x in (n_together, *positions, length)]
+    return Scalars(scale, scale * LOG2_E.value, *integers)
 
 
 @lru_cache(maxsize=1024)

@@ -29,18 +29,18 @@ def axes(text: str) -> dict[str, Axes]:
     letters: dict[str, list[set[str]]] = {}
     for x in loads(text):
         names = [AXES.get(y.value, "table") if y.op == "leaf" else "table" for y in x.args]
-        known = letters.setdefault(x.value, [set() for _ in names])
-        if len(known) != len(names):
+        axis_letters = letters.setdefault(x.value, [set() for _ in names])
+        if len(axis_letters) != len(names):
             raise FormulaError(
-                f"{{}} has {x.value} with {len(known)} indices and with {len(names)}.", Option("formula")
+                f"{{}} has {x.value} with {len(axis_letters)} indices and with {len(names)}.", Option("formula")
             )
-        for axis, name in zip(known, names, strict=True):
+        for axis, name in zip(axis_letters, names, strict=True):
             axis.add(name)
 
     def together(names: set[str]) -> str:
         return next(iter(names)) if len(names) == 1 else "position" if names == {"row", "column"} else "table"
 
-    return {name: tuple(map(together, known)) for name, known in letters.items()}
+    return {name: tuple(map(together, axis_letters)) for name, axis_letters in letters.items()}
 
 
 @lru_cache(maxsize=1024)
@@ -52,7 +52,9 @@ def from_head(text: str, first: int) -> str:
     used, root = axes(text), parse(text)
     change: dict[Node, Node] = {leaf("h"): ops.add(leaf("h"), first)}
     for x in topological([root]):
-        kept = used[x.value] if x.op == "load" else ()
-        args = tuple(y if y is leaf("h") and kept and kept[k] == "head" else change[y] for k, y in enumerate(x.args))
+        axes_of = used[x.value] if x.op == "load" else ()
+        args = tuple(
+            y if y is leaf("h") and axes_of and axes_of[k] == "head" else change[y] for k, y in enumerate(x.args)
+        )
         change.setdefault(x, x if args == x.args else ops.combine(x, args))
     return text if change[root] is root else show(change[root])

@@ -8,8 +8,8 @@ from . import operations as ops
 from .graph import Node, Operand, as_node, is_number, number, topological
 
 
-def derivatives(output: Node, wanted: Sequence[Node]) -> list[Node]:
-    """d output / d each of `wanted`: leaves, loads or placeholders of them. floor and comparisons have no derivative.
+def derivatives(output: Node, inputs: Sequence[Node]) -> list[Node]:
+    """d output / d each of `inputs`: leaves, loads or placeholders of them. floor and comparisons have no derivative.
 
     At a corner of max or min the first argument's derivative counts; at that of abs it is 0.
     """
@@ -19,7 +19,7 @@ def derivatives(output: Node, wanted: Sequence[Node]) -> list[Node]:
             for y, term in zip(x.args, pulled_back(total[x], x), strict=False):
                 if y.kind == "real" and y.op != "number":
                     total[y] = added(total[y], term) if y in total else term
-    return [total.get(x, number(0.0)) for x in wanted]
+    return [total.get(x, number(0.0)) for x in inputs]
 
 
 def added(a: Node, b: Node) -> Node:

@@ -28,10 +28,10 @@ def program(outputs: Sequence[Node], hoisted: Sequence[Node] = (), tables: Seque
     """The steps that compute nodes from leaves, hoisted values, and tables: loads whose entries are given too."""
     index: dict[Node, int] = {}
     steps: list[tuple[str, tuple[int, ...], Any]] = []
-    given = {x: ("table", (), k) for k, x in enumerate(tables)}
+    of_tables = {x: ("table", (), k) for k, x in enumerate(tables)}
     for x in topological(outputs):
         value = hoisted.index(x.value) if x.op == "hoisted" else (x.value, bare(x)) if x.op == "load" else x.value
-        steps.append(given.get(x) or (x.op, tuple(index[y] for y in x.args), value))
+        steps.append(of_tables.get(x) or (x.op, tuple(index[y] for y in x.args), value))
         index[x] = len(steps) - 1
     return Program(tuple(steps), tuple(index[x] for x in outputs))
 
@@ -48,16 +48,16 @@ def leaves_of(steps: Program, is_view: Callable[[tuple[str, ...] | None], bool])
     is_view  whether a load with these bare indices is a view of its tensor, which needs no leaves
     """
     names: list[str] = []
-    wanted = list(steps.outputs)
-    while wanted:
-        op, arguments, value = steps.steps[wanted.pop()]
+    waiting = list(steps.outputs)
+    while waiting:
+        op, arguments, value = steps.steps[waiting.pop()]
         if op == "leaf":
             names.append(value)
         elif op != "load":
-            wanted += arguments
+            waiting += arguments
         elif not is_view(value[1]):
             names.append("b")
-            wanted += arguments
+            waiting += arguments
     return names
 
 
@@ -83,12 +83,12 @@ class Count(NamedTuple):
         return Count(self.first + k, self.length, self.device)
 
 
-def whole(x: Any) -> Any:
+def as_tensor(x: Any) -> Any:
     """x, as a tensor if it is a Count."""
     return x.to(torch.int64) if isinstance(x, Count) else x
 
 
-class Given(NamedTuple):
+class ProgramInputs(NamedTuple):
     """The inputs of a program.
 
     leaves   name -> tensor or Count, in shapes that broadcast: at least those of `leaves_of`
@@ -115,7 +115,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
-def run(steps: Program, given: Given) -> list[Any]:
+def run(steps: Program, inputs: ProgramInputs) -> list[Any]:
     """The results of a program: tensors, or Python numbers for constants."""
     results: list[Any] = []
     for op, arguments, value in steps.steps:
@@ -124,36 +124,36 @@ def run(steps: Program, given: Given) -> list[Any]:
             results.append(a[0].plus(a[1] if op == "add" else -a[1]))
             continue
         if op != "real":
-            a = [whole(x) for x in a]
+            a = [as_tensor(x) for x in a]
         match op:
             case "number":
                 x = value
             case "leaf":
-                x = given.leaves.get(value)
+                x = inputs.leaves.get(value)
             case "hoisted":
-                x = given.hoisted[value]
+                x = inputs.hoisted[value]
             case "table":
-                x = given.tables[value]
+                x = inputs.tables[value]
             case "load":
-                assert given.load is not None
+                assert inputs.load is not None
                 name, names = value
-                x = given.load(name, names, a)
+                x = inputs.load(name, names, a)
             case "real":
-                x = a[0].to(given.dtype)
+                x = a[0].to(inputs.dtype)
             case "floor":
                 x = torch.floor(a[0]).long()
             case "pow":
                 x = a[0] ** value
             case "where":
-                x = torch.where(a[0], *both_tensors(a[1], a[2], given.dtype))
+                x = torch.where(a[0], *both_tensors(a[1], a[2], inputs.dtype))
             case "min":
-                x = torch.minimum(*both_tensors(a[0], a[1], given.dtype))
+                x = torch.minimum(*both_tensors(a[0], a[1], inputs.dtype))
             case "max":
-                x = torch.maximum(*both_tensors(a[0], a[1], given.dtype))
+                x = torch.maximum(*both_tensors(a[0], a[1], inputs.dtype))
             case _:
                 x = OPERATORS[op](*a)
         results.append(x)
-    return [whole(results[k]) for k in steps.outputs]
+    return [as_tensor(results[k]) for k in steps.outputs]
 
 
 def both_tensors(a: Any, b: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -193,8 +193,8 @@ def full_index(x: Tensor, index: Sequence[Any], b: Tensor) -> list[Tensor]:
     """
     if x.ndim == len(index) + 1:
         index = [b, *index]
-    whole = [y if isinstance(y, Tensor) else torch.tensor(y, device=x.device) for y in index]
-    return [y.clamp(0, size - 1) for y, size in zip(whole, x.shape, strict=True)]
+    tensors = [y if isinstance(y, Tensor) else torch.tensor(y, device=x.device) for y in index]
+    return [y.clamp(0, size - 1) for y, size in zip(tensors, x.shape, strict=True)]
 
 
 @torch.library.custom_op(f"{NAMESPACE}::sum_of_entries", mutates_args=())

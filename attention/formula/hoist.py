@@ -12,7 +12,7 @@ from torch import Tensor
 from ..gpu import constant_when_compiled
 from ..precision import accum_dtype
 from .axes import axes
-from .evaluate import Count, Given, Program, entries, full_index, leaves_of, program, run, whole
+from .evaluate import Count, Program, ProgramInputs, as_tensor, entries, full_index, leaves_of, program, run
 from .graph import Node, is_number, leaf, topological
 from .plan import plan
 
@@ -56,10 +56,10 @@ def steps_of(text: str, causal: bool, window: int | None) -> Steps:
     def late(*outputs: Node) -> Program:
         return program(outputs, nodes, p.tables)
 
-    known = is_number(p.factor)
+    constant = is_number(p.factor)
     return Steps(
-        factor=None if known else program([p.factor]),
-        scale=p.factor.value if known else 1.0,
+        factor=None if constant else program([p.factor]),
+        scale=p.factor.value if constant else 1.0,
         hoisted=tuple((x.stage, x.far, program([x.node])) for x in p.hoisted),
         value=late(p.value),
         gradients=late(p.value, p.derivative, *p.weights),
@@ -112,7 +112,7 @@ class Place(NamedTuple):
             if isinstance(x, Count) and stage != "pair":
                 leaves[name] = x
             elif x is not None:
-                x = whole(x)
+                x = as_tensor(x)
                 x = x.unsqueeze(1) if x.ndim == 2 else x  # (B, 1, T)
                 leaves[name] = x.unsqueeze(-1) if stage == "pair" else x
         return leaves
@@ -165,7 +165,7 @@ def evaluated(
             return spread(x, names, place, stage)
         return entries(x, full_index(x, index, leaves["b"]))
 
-    (x,) = run(steps, Given(leaves, dtype, [], [], load))
+    (x,) = run(steps, ProgramInputs(leaves, dtype, [], [], load))
     ndim = 4 if stage == "pair" else 3
     if not isinstance(x, Tensor):
         x = torch.full((), x, dtype=dtype, device=place.device)
@@ -191,7 +191,7 @@ def part_of_table(steps: Program, reach: tuple[int, int], far: int | None) -> Pa
     if not {"i", "j"}.issuperset(leaves_of(index, lambda names: False)):
         return None
     d = distances(reach, far, torch.device("cpu"))
-    (found,) = run(index, Given({"i": d, "j": torch.zeros_like(d[0])}, torch.float32, [], []))
+    (found,) = run(index, ProgramInputs({"i": d, "j": torch.zeros_like(d[0])}, torch.float32, [], []))
     first = int(found[0]) if isinstance(found, Tensor) and found.shape == d.shape else -1
     if first < 0 or not torch.equal(found, torch.arange(first, first + len(d))):
         return None

@@ -52,24 +52,24 @@ class Reach(NamedTuple):
 
 def intervals(outputs: Sequence[Node], reach: Reach) -> dict[Node, Interval]:
     """The ranges of all numbers in `outputs`, for queries and keys that see each other. Loads have any value."""
-    known: dict[Node, Interval] = {}
+    ranges: dict[Node, Interval] = {}
     for x in topological(outputs):
         if x.kind == "truth":
             continue
         if x.kind == "whole" and x.op in ("add", "sub", "neg", "mul"):
-            known[x] = of_sum(x, known, reach)
+            ranges[x] = of_sum(x, ranges, reach)
         elif x.op == "leaf":
-            known[x] = reach.leaf(x.value)
+            ranges[x] = reach.leaf(x.value)
         else:
-            known[x] = of_operation(x, [known.get(y, (0, 1)) for y in x.args], reach)
-    return known
+            ranges[x] = of_operation(x, [ranges.get(y, (0, 1)) for y in x.args], reach)
+    return ranges
 
 
-def of_sum(x: Node, known: dict[Node, Interval], reach: Reach) -> Interval:
+def of_sum(x: Node, ranges: dict[Node, Interval], reach: Reach) -> Interval:
     """The range of an integer sum in which i and j vary together: j = i - d for a distance d."""
     terms, constant = linear(x)
     i, j = terms.pop(leaf("i"), 0), terms.pop(leaf("j"), 0)
-    rest = [scaled(known[term], times) for term, times in terms.items()]
+    rest = [scaled(ranges[term], times) for term, times in terms.items()]
     rest.append((constant, constant))
     queries, keys, distance = reach.leaf("i"), reach.leaf("j"), reach.distance()
     ways = [

@@ -62,19 +62,19 @@ def check_index(x: Node, reach: Reach, sizes: tuple[int, ...] | None) -> None:
 def check_tensors(text: str, tensors: Mapping[str, Tensor], B: int, reach: Reach) -> None:
     """Raise FormulaError unless all tensors of the formula are given, and are large enough for the call's indices."""
     for name, names in axes(text).items():
-        x, wanted = tensors.get(name), f"({', '.join(names)}{',' * (len(names) == 1)})"
+        x, meaning = tensors.get(name), f"({', '.join(names)}{',' * (len(names) == 1)})"
         if x is None:
-            raise FormulaError(f"{{}} needs the tensor {name} {wanted}.", FORMULA)
+            raise FormulaError(f"{{}} needs the tensor {name} {meaning}.", FORMULA)
         batches = x.ndim - len(names)
         if batches not in (0, 1) or not x.is_floating_point():
             raise FormulaError(
-                f"{{}} takes {name} {wanted}, perhaps with a batch before; got {tuple(x.shape)} of {x.dtype}.", FORMULA
+                f"{{}} takes {name} {meaning}, perhaps with a batch before; got {tuple(x.shape)} of {x.dtype}.", FORMULA
             )
         sizes = dict(zip(("batch", *names)[1 - batches :], x.shape, strict=True))
         for axis, size in (("batch", B), ("head", int(reach.heads))):
             if axis in sizes and sizes[axis] != size and not (axis == "batch" and sizes[axis] == 1):
                 raise FormulaError(
-                    f"{{}} takes {name} {wanted} with {size} along {axis}; got {tuple(x.shape)}.", FORMULA
+                    f"{{}} takes {name} {meaning} with {size} along {axis}; got {tuple(x.shape)}.", FORMULA
                 )
         for y in loads(text):
             if y.value == name:

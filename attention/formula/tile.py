@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .evaluate import Given, entries, full_index, run, sum_of_entries
+from .evaluate import ProgramInputs, entries, full_index, run, sum_of_entries
 from .hoist import Steps
 
 Range = tuple[int, int]
@@ -30,11 +30,11 @@ class TileFormula:
 
     def value(self, s: Tensor, rows: Range, columns: Range) -> Tensor:
         """The scores of a tile, (B, H, rows, columns), of its scaled scores s."""
-        return run(self.steps.value, Tile(self, s, rows, columns).given)[0]
+        return run(self.steps.value, Tile(self, s, rows, columns).values)[0]
 
-    def start_sums(self, wanted: Collection[int]) -> None:
+    def start_sums(self, numbers: Collection[int]) -> None:
         """Begin the sums of the gradients of inputs, by their indices. `Tile.add_to_sums` adds a tile's gradients."""
-        for k in wanted:
+        for k in numbers:
             x = (*self.hoisted, *self.tables)[k]
             many = k >= len(self.hoisted) or self.steps.hoisted[k][0] in ("head", "distance")
             self.sums[k] = torch.zeros(x.shape, dtype=torch.float64 if many else x.dtype, device=x.device)
@@ -63,19 +63,19 @@ class Tile:
                 i, j = i.unsqueeze(1), j.unsqueeze(1)  # (B, 1, rows, ...)
             b, h = (torch.arange(size, device=s.device) for size in s.shape[:2])
             leaves |= {"i": i, "j": j, "h": h.view(-1, 1, 1), "b": b.view(-1, 1, 1, 1)}
-        self.given = Given(leaves, s.dtype, [], [])
+        self.values = ProgramInputs(leaves, s.dtype, [], [])
         for (stage, *_), x in zip(formula.steps.hoisted, formula.hoisted, strict=True):
-            self.given.hoisted.append(self.cut(x, stage))
+            self.values.hoisted.append(self.cut(x, stage))
         self.indices = [
-            full_index(x, run(steps, self.given), leaves["b"])
+            full_index(x, run(steps, self.values), leaves["b"])
             for (_, steps), x in zip(formula.steps.tables, formula.tables, strict=True)
         ]
         for x, index in zip(formula.tables, self.indices, strict=True):
-            self.given.tables.append(entries(x.to(s.dtype), index))
+            self.values.tables.append(entries(x.to(s.dtype), index))
 
     def value_and_gradients(self) -> list[Any]:
         """The scores, and their derivatives by s and by each of the inputs: tensors, or numbers for constants."""
-        return run(self.formula.steps.gradients, self.given)
+        return run(self.formula.steps.gradients, self.values)
 
     def cut(self, x: Tensor, stage: str) -> Tensor:
         """The tile's part of hoisted values, in a shape that broadcasts over the tile."""
@@ -93,7 +93,7 @@ class Tile:
     def distance_index(self, x: Tensor) -> list[Tensor]:
         """The index of the tile's entries in a hoisted vector of distances, (B or 1, H or 1, length)."""
         b, h = (torch.arange(size, device=x.device) for size in x.shape[:2])
-        d = self.given.leaves["i"] - self.given.leaves["j"] - self.formula.visible[0]
+        d = self.values.leaves["i"] - self.values.leaves["j"] - self.formula.visible[0]
         return [b.view(-1, 1, 1, 1), h.view(-1, 1, 1), d.clamp(max=x.shape[2] - 1)]
 
     def add_to_sums(self, terms: dict[int, Tensor]) -> None:
