@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 def call(recompute: bool, function: Callable[..., T], *inputs: object, saved: frozenset[str] = frozenset()) -> T:
-    """function(*inputs), storing for the backward pass, if `recompute`, only the inputs and what operators `saved` give.
+    """function(*inputs); if `recompute`, only the inputs and the results of some operators wait for the backward pass.
 
-    kept  operators' names, such as "aten::mm"
+    saved  these operators' names, such as "aten::mm"
     """
     if not recompute:
         return function(*inputs)
