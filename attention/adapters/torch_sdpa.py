@@ -68,9 +68,9 @@ def activate(key: str = "CUDA") -> Active:
     return Active(library)
 
 
-def run(operator: str, kernel: Callable[[SimpleNamespace], Any], *given: Any, **named: Any) -> Any:
+def run(operator: str, kernel: Callable[[SimpleNamespace], Any], *values: Any, **named: Any) -> Any:
     """A kernel's results for torch's arguments of an aten operator."""
-    return kernel(arguments_of(operator, given, named))
+    return kernel(arguments_of(operator, values, named))
 
 
 def refused(why: str) -> UnsupportedAttention:
@@ -142,10 +142,10 @@ def defaults(operator: str) -> dict[str, Any]:
     return {x.name: x.default_value for x in getattr(torch.ops.aten, operator).default._schema.arguments}
 
 
-def arguments_of(operator: str, given: Sequence[Any], named: dict[str, Any]) -> SimpleNamespace:
+def arguments_of(operator: str, values: Sequence[Any], named: dict[str, Any]) -> SimpleNamespace:
     """The arguments of a call of an aten operator by name."""
     parameters = defaults(operator)
-    return SimpleNamespace(**(parameters | dict(zip(parameters, given, strict=False)) | named))
+    return SimpleNamespace(**(parameters | dict(zip(parameters, values, strict=False)) | named))
 
 
 def sdpa_forward(x: SimpleNamespace) -> tuple[Any, ...]:
@@ -189,8 +189,8 @@ class Rows(NamedTuple):
 def flash_forward(x: SimpleNamespace) -> tuple[Tensor, ...]:
     """out as query, lse (B, H, T) or (H, total), and tensors for dropout."""
     check_dropout(x.dropout_p)
-    for name, given in vars(x).items():
-        if name not in FORWARD and given is not None and not (name == "num_splits" and given == 1):
+    for name, value in vars(x).items():
+        if name not in FORWARD and value is not None and not (name == "num_splits" and value == 1):
             raise refused(f"does not support {name}")
     rows = Rows.of(x)
     out, lse = attend(rows.put(x.query), rows.put(x.key), rows.put(x.value), rows.inputs, rows.spec)

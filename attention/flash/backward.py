@@ -132,13 +132,14 @@ def load_scores(scalars, pos, interval, inputs, i_b, i_h, o_rows, OF_KEYS: tl.co
 
 
 @triton.jit
-def dq_step(b_totals, b_rows, keys, i_m, i_n, scores, MASKED, CONFIG: tl.constexpr):
+def dq_step(
+    b_totals, b_rows, keys, i_m, i_n, scores, MASKED,
+    SUMS_DELTA: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
     """QueriesOfHead at i_m, of which b_rows has q, do, lse2 and delta, collect from keys and values at i_n.
 
-    b_totals: dq, and p M dp summed along the rows (BM,) where CONFIG has it; without the scale of kept weights
+    b_totals: dq, and p M dp summed along the rows (BM,) if SUMS_DELTA; without the scale of kept weights
     """
-    BLOCKS: tl.constexpr = CONFIG.blocks
-    MODE: tl.constexpr = CONFIG.mode
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
@@ -168,7 +169,7 @@ def dq_step(b_totals, b_rows, keys, i_m, i_n, scores, MASKED, CONFIG: tl.constex
         b_p = tl.where(sees_key(o_m[:, None], o_n, scores.interval, pos, MODE), b_p, 0.0)
     if THRESHOLD:
         b_dp = drop(b_dp, dropped_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, False))
-    if CONFIG.sums_delta:
+    if SUMS_DELTA:
         b_sum += tl.sum(b_p * b_dp, 1)
     b_ds = times_derivative(b_p * (b_dp - b_delta[:, None]), b_tanh, MODE)
     if MODE.formula is not None and MODE.formula.has_slope:
@@ -179,22 +180,15 @@ def dq_step(b_totals, b_rows, keys, i_m, i_n, scores, MASKED, CONFIG: tl.constex
     return dot(b_ds.to(b_k.dtype), b_k, b_dq, MODE), b_sum
 
 
-class DqConfig(NamedTuple):
-    """`dq_kernel`'s constants; sums_delta: whether delta for the second pass is summed up."""
-
-    blocks: Any
-    mode: Any
-    sums_delta: bool
-
-
 @triton.jit
-def dq_kernel(q, k, v, out, do, dq, rows, inputs, scalars, CONFIG: tl.constexpr):
-    """dq of one tile of queries; also delta of its rows, which the second pass reads.
+def dq_kernel(
+    q, k, v, out, do, dq, rows, inputs, scalars,
+    SUMS_DELTA: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile of queries; also delta of its rows, which the second pass reads: with SUMS_DELTA summed up.
 
     Grid: tiles x batch x heads, the longest rows first.
     """
-    BLOCKS: tl.constexpr = CONFIG.blocks
-    MODE: tl.constexpr = CONFIG.mode
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
@@ -213,7 +207,7 @@ def dq_kernel(q, k, v, out, do, dq, rows, inputs, scalars, CONFIG: tl.constexpr)
     o_m = i_m + tl.arange(0, BM)
     o_row = i_bh.to(tl.int64) * tl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT + o_m
     b_lse2 = tl.load(rows.lse2 + o_row, mask=o_m < T, other=0.0)
-    if not CONFIG.sums_delta:
+    if not SUMS_DELTA:
         tl.store(rows.delta + o_row, b_delta, mask=o_m < T)
 
     pos = locate(T, S, inputs, scalars, i_b, i_bh, 1)
@@ -228,16 +222,45 @@ def dq_kernel(q, k, v, out, do, dq, rows, inputs, scalars, CONFIG: tl.constexpr)
     if MODE.bounded:
         for i_n in tl.range(n_start, n_end, BN, num_stages=STAGES):
             masked = (i_n < n_full_start) | (i_n >= n_full_end)
-            b_totals = dq_step(b_totals, b_rows, keys, i_m, i_n, scores, masked, CONFIG)
+            b_totals = dq_step(b_totals, b_rows, keys, i_m, i_n, scores, masked, SUMS_DELTA, BLOCKS, MODE)
     else:
         for i_n in tl.range(n_start, n_full_end, BN, num_stages=STAGES):
-            b_totals = dq_step(b_totals, b_rows, keys, i_m, i_n, scores, False, CONFIG)
+            b_totals = dq_step(b_totals, b_rows, keys, i_m, i_n, scores, False, SUMS_DELTA, BLOCKS, MODE)
         for i_n in tl.range(n_full_end, n_end, BN, num_stages=STAGES):
-            b_totals = dq_step(b_totals, b_rows, keys, i_m, i_n, scores, True, CONFIG)
+            b_totals = dq_step(b_totals, b_rows, keys, i_m, i_n, scores, True, SUMS_DELTA, BLOCKS, MODE)
     b_dq, b_sum = b_totals
-    if CONFIG.sums_delta:
+    if SUMS_DELTA:
         tl.store(rows.delta + o_row, b_sum, mask=o_m < T)
     store_tile(dq, i_b, i_h, i_m, b_dq * (scalars.scale * KEEP_SCALE), BM, BD)
+
+
+@triton.jit
+def weights_of_keys(b_s, b_tanh, b_lse2, o_m, o_n, i_n, scores, MASKED, MODE: tl.constexpr):
+    """(weights, derivative of the scores by s where a formula has one), (BN, BM), of q k^T transposed."""
+    pos, slope2 = scores.pos, scores.slope2
+    o_rows = tl.arange(0, o_n.shape[0])[:, None]
+    b_bias = alibi_bias(slope2, o_m[None, :], o_rows, i_n, i_n, pos, MODE) if MODE.alibi else None
+    b_slope = 1.0
+    if MODE.alibi:
+        b_lse2 += alibi_row_bias(slope2, o_m, i_n, pos, MODE)
+    if MODE.formula is not None:
+        f = scores.formula
+        place = Place(f.i_b, f.i_h, o_m[None, :], o_n[:, None], pos)
+        row = MODE.formula.row(f.inputs, f.i_b, f.i_h, place.o_m, pos.T)
+        b_s, b_slope = MODE.formula.slope(b_s, f.scale, f.head, row, f.vectors, f.inputs, place, MODE.exact)
+        b_lse2 = tl.where(o_m < pos.T, b_lse2, float("inf"))  # beyond the end, scores may be anything
+    else:
+        b_s = change_scores(b_s, b_tanh, b_bias, scores.scale_log2, MODE)
+    b_p = tl.exp2(b_s * log2_factor(scores.scale_log2, MODE) - b_lse2[None, :])
+    if MASKED:
+        if MODE.bounded or MODE.offsets:
+            first, end = scores.interval
+            b_p = tl.where((o_m[None, :] >= first[:, None]) & (o_m[None, :] < end[:, None]), b_p, 0.0)
+        else:
+            b_p = tl.where(o_n[:, None] <= o_m[None, :] + pos.offset, b_p, 0.0)
+    if MODE.formula is not None and MODE.formula.has_slope:
+        b_slope = tl.where(b_p > 0, b_slope, 0.0)  # it may have no value where a query does not see a key
+    return b_p, b_slope
 
 
 @triton.jit
@@ -253,7 +276,7 @@ def dkdv_step(
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     THRESHOLD: tl.constexpr = MODE.threshold
-    pos, slope2, scale_log2 = scores.pos, scores.slope2, scores.scale_log2
+    pos = scores.pos
     b_dk, b_dv, b_sum = b_totals
     b_k, b_v = b_kv
     if THRESHOLD:
@@ -265,28 +288,8 @@ def dkdv_step(
     b_s = dot(b_k, b_q.T, None, MODE)
     b_lse2 = load_row(queries.lse2, queries.i_bh, i_m, BM)
     o_m, o_n = i_m + tl.arange(0, BM), i_n + tl.arange(0, BN)
-    b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
-    o_rows = tl.arange(0, BN)[:, None]
-    b_bias = alibi_bias(slope2, o_m[None, :], o_rows, i_n, i_n, pos, MODE) if MODE.alibi else None
-    if MODE.alibi:
-        b_lse2 += alibi_row_bias(slope2, o_m, i_n, pos, MODE)
-    if MODE.formula is not None:
-        f = scores.formula
-        place = Place(f.i_b, f.i_h, o_m[None, :], o_n[:, None], pos)
-        row = MODE.formula.row(f.inputs, f.i_b, f.i_h, place.o_m, pos.T)
-        b_s, b_slope = MODE.formula.slope(b_s, f.scale, f.head, row, f.vectors, f.inputs, place, MODE.exact)
-        b_lse2 = tl.where(o_m < pos.T, b_lse2, float("inf"))  # beyond the end, scores may be anything
-    else:
-        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
-    b_p = tl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2[None, :])
-    if MASKED:
-        if MODE.bounded or MODE.offsets:
-            first, end = scores.interval
-            b_p = tl.where((o_m[None, :] >= first[:, None]) & (o_m[None, :] < end[:, None]), b_p, 0.0)
-        else:
-            b_p = tl.where(o_n[:, None] <= o_m[None, :] + pos.offset, b_p, 0.0)
-    if MODE.formula is not None and MODE.formula.has_slope:
-        b_slope = tl.where(b_p > 0, b_slope, 0.0)  # it may have no value where a query does not see a key
+    b_tanh = soft_cap_tanh(b_s, scores.scale_log2, MODE) if MODE.soft_cap is not None else None
+    b_p, b_slope = weights_of_keys(b_s, b_tanh, b_lse2, o_m, o_n, i_n, scores, MASKED, MODE)
     b_p_kept = b_p.to(b_q.dtype)
     if THRESHOLD:
         b_p_kept = drop(b_p_kept, b_drop)
@@ -305,14 +308,8 @@ def dkdv_step(
             b_p = b_p * b_slope
         b_ds = b_p * (b_dp - b_delta[None, :])
     b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, MODE)
-    if TARGETS.sums is not None:
-        b_x, distance = b_ds, o_m[None, :] + pos.offset - o_n[:, None]
-        if TARGETS.sums == "far":
-            NUMBER: tl.constexpr = TARGETS.number
-            b_x = tl.where(is_far(scores.formula.inputs[NUMBER], distance), b_ds, 0.0)
-        elif TARGETS.sums == "distance":
-            b_x = b_ds * distance.to(tl.float32)
-        b_sum += tl.sum(b_x, 1)
+    if TARGETS.sums:
+        b_sum += tl.sum(weighted(b_ds, o_m[None, :] + pos.offset - o_n[:, None], scores, TARGETS), 1)
     if TARGETS.ds:
         KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
         p_ds = queries.p_ds + o_m.to(tl.int64)[None, :] * pos.S + o_n[:, None]
@@ -320,42 +317,48 @@ def dkdv_step(
     return b_dk, b_dv, b_sum
 
 
+@triton.jit
+def weighted(b_ds, distance, scores, TARGETS: tl.constexpr):
+    """What is summed of ds."""
+    b_x = b_ds
+    if TARGETS.far is not None:
+        NUMBER: tl.constexpr = TARGETS.far
+        b_x = tl.where(is_far(scores.formula.inputs[NUMBER], distance), b_ds, 0.0)
+    elif TARGETS.times_distance:
+        b_x = b_ds * distance.to(tl.float32)
+    return b_x
+
+
 class WrittenTargets(NamedTuple):
     """What `dkdv_kernel` writes of Targets.
 
-    sums    what is summed, as `sums_of` says
-    number  of the input that a formula adds to s; None where it does anything else
-    ds      whether ds is written
+    sums            whether there are sums of ds along the columns
+    far             the number of the input whose furthest pairs alone are summed; None: all are
+    times_distance  whether they are summed times i - j
+    ds              whether ds is written
     """
 
-    sums: str | None
-    number: int | None
+    sums: bool
+    far: int | None
+    times_distance: bool
     ds: bool
 
 
-class DkdvConfig(NamedTuple):
-    """`dkdv_kernel`'s constants."""
-
-    blocks: Any
-    mode: Any
-    targets: WrittenTargets
-
-
 @triton.jit
-def dkdv_kernel(q, k, v, do, dk, dv, lse2, delta, targets, inputs, scalars, CONFIG: tl.constexpr):
+def dkdv_kernel(
+    q, k, v, do, dk, dv, lse2, delta, targets, inputs, scalars,
+    TARGETS: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
     """dk and dv of one tile of keys, summed over the G query heads that share it, and Targets of each of these heads.
 
     Grid: tiles x batch x key/value heads, the keys seen by most queries first.
     """
-    BLOCKS: tl.constexpr = CONFIG.blocks
-    MODE: tl.constexpr = CONFIG.mode
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     THRESHOLD: tl.constexpr = MODE.threshold
     STAGES: tl.constexpr = BLOCKS.stages
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
-    TARGETS: tl.constexpr = CONFIG.targets
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     G = H // H_kv
     i_tile, i_bkv = swizzle_program_id(tl.cdiv(S, BN), scalars)
@@ -387,7 +390,7 @@ def dkdv_kernel(q, k, v, do, dk, dv, lse2, delta, targets, inputs, scalars, CONF
             for i_m in tl.range(m_full_start, m_end, BM, num_stages=STAGES):
                 b_totals = dkdv_step(b_totals, b_kv, queries, i_m, i_n, scores, False, TARGETS, BLOCKS, MODE)
         b_dk, b_dv, b_sum = b_totals
-        if TARGETS.sums is not None:
+        if TARGETS.sums:
             o_n = i_n + tl.arange(0, BN)
             o_sum = tl.cast(i_b * H + i_h, tl.int64) * S + o_n
             tl.store(targets.sums + o_sum, b_sum * KEEP_SCALE, mask=o_n < S)
@@ -442,7 +445,9 @@ def launch_dq(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
         DqRows(x.lse2, x.delta),
         kernel_inputs(call, T, x.k.shape[2]),
         launch_scalars(call, head_group_size(B * H, head_bytes(x.k), H // x.k.shape[1])),
-        CONFIG=DqConfig(blocks, mode, call.spec.learns and x.q.element_size() == 2),
+        SUMS_DELTA=call.spec.learns and x.q.element_size() == 2,
+        BLOCKS=blocks,
+        MODE=mode,
         **compile_options(blocks),
     )
 
@@ -451,7 +456,8 @@ def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
     """The second pass: fills dk and dv."""
     (B, H, T, _), mode = x.q.shape, mode_of(call, x.q)
     H_kv, S = x.k.shape[1:3]
-    number = None if call.spec.score.formula is None else written(call.spec.score).added
+    sums = sums_of(call.spec)
+    far = written(call.spec.score).added if sums == "far" else None
     if x.ds is not None:
         fill_unseen(x.ds, call, blocks.q, blocks.k, mode)
     dkdv_kernel[((S + blocks.k - 1) // blocks.k * B * H_kv,)](
@@ -466,7 +472,9 @@ def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
         Targets(x.sums, x.ds),
         kernel_inputs(call, T, x.k.shape[2]),
         launch_scalars(call, head_group_size(B * H_kv, H // H_kv * head_bytes(x.q))),
-        CONFIG=DkdvConfig(blocks, mode, WrittenTargets(sums_of(call.spec), number, x.ds is not None)),
+        TARGETS=WrittenTargets(sums is not None, far, sums == "distance", x.ds is not None),
+        BLOCKS=blocks,
+        MODE=mode,
         **compile_options(blocks),
     )
 

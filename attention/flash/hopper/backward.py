@@ -17,7 +17,7 @@ The last key tile that a query tile sees adds nothing: it gets the sum of the ot
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ from .backward_pipeline import (
     writer,
 )
 from .backward_step import QueryTile, first_scores, keys_in_registers, load_added, no_sums, scores_layout, step
-from .configs import BackwardBlocks, BackwardConfig, backward_blocks, key_tiles_together
+from .configs import BackwardBlocks, backward_blocks, key_tiles_together
 from .program import (
     Program,
     Sizes,
@@ -300,36 +300,39 @@ def consumer(targets, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
         tile = next_tile(i_round, buffers, barriers, 8)
 
 
-class KernelArguments(NamedTuple):
-    """The kernel's arguments besides the tensors that the copy engine moves.
-
-    targets: a Targets
-    """
-
-    counters: Any
-    targets: Any
-    inputs: Any
-    scalars: Any
-
-
 @gluon.jit
-def backward_kernel(q, k, v, do, dq, dk, dv, rows, delta, dq_sum, call, CONFIG: gl.constexpr):
+def backward_kernel(
+    q,
+    k,
+    v,
+    do,
+    dq,
+    dk,
+    dv,
+    rows,
+    delta,
+    dq_sum,
+    counters,
+    targets,
+    inputs,
+    scalars,
+    BLOCKS: gl.constexpr,
+    MODE: gl.constexpr,
+):
     """dq, dk and dv of all tiles of keys. Grid: at most a program for each multiprocessor.
 
     rows: the parts of lse2 and delta, where these come with the products; else lse2.
-    call: a KernelArguments
+    targets: a Targets
     """
-    BLOCKS: gl.constexpr = CONFIG.blocks
-    MODE: gl.constexpr = CONFIG.mode
     buffers, barriers = allocate(q.dtype, dq_sum, BLOCKS)
     H, H_kv, T, S = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-    sizes = Sizes(H, H // H_kv, T, S, gl.cdiv(S, BLOCKS.k), q.shape[0] * H_kv, call.scalars.n_together >> 2)
-    program = Program(call.inputs, call.scalars, buffers, barriers, sizes)
-    next_tiles, work, ds = call.counters.next_tile, call.counters.work, call.targets.ds
+    sizes = Sizes(H, H // H_kv, T, S, gl.cdiv(S, BLOCKS.k), q.shape[0] * H_kv, scalars.n_together >> 2)
+    program = Program(inputs, scalars, buffers, barriers, sizes)
+    next_tiles, work = counters.next_tile, counters.work
     run_roles(
-        (consumer, (call.targets, program, BLOCKS, MODE)),
+        (consumer, (targets, program, BLOCKS, MODE)),
         [
-            (producer, (q, k, v, do, rows, delta, ds, work, program, BLOCKS, MODE), 1, 24),
+            (producer, (q, k, v, do, rows, delta, targets.ds, work, program, BLOCKS, MODE), 1, 24),
             (writer, (dk, dv, program, BLOCKS), 1, 24),
             (adder, (dq, dq_sum, next_tiles, program, 0, BLOCKS), 1, 24),
             (adder, (dq, dq_sum, next_tiles, program, 1, BLOCKS), 1, 24),
@@ -441,14 +444,12 @@ def backward(
             row_values,
             None if in_products else row_tiles(rows.delta, T, blocks.q),
             matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
-            KernelArguments(
-                counters,
-                Targets(sums, ds),
-                hopper_inputs(call, T, S),
-                plain.launch_scalars(call, min(B * H_kv, n_together)),
-            ),
+            counters,
+            Targets(sums, ds),
+            hopper_inputs(call, T, S),
+            plain.launch_scalars(call, min(B * H_kv, n_together)),
         ),
-        (BackwardConfig(blocks, mode),),
+        (blocks, mode),
         num_warps=8,
         enable_fp_fusion=True,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...score import Score
 from ..call import Problem
@@ -168,13 +168,6 @@ def forward_blocks(problem: Problem) -> ForwardBlocks:
     is_square = problem.queries == problem.keys and not (spec.bounded or spec.offsets)
     in_pairs = name == "short" and spec.score.causal and is_square and length <= 1024
     return blocks._replace(q_stages=2) if in_pairs else blocks
-
-
-class BackwardConfig(NamedTuple):
-    """The constants of a kernel of the backward: its shape, and the mode of `added.hopper_mode`."""
-
-    blocks: BackwardBlocks
-    mode: Any
 
 
 # The backward's shapes, and where each was measured to be the fastest.

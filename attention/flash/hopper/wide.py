@@ -38,7 +38,7 @@ from ..tiles import swizzle
 from .added import hopper_inputs, hopper_mode
 from .backward_pipeline import Counters, DeltaConstants, DeltaRows, delta_kernel
 from .backward_step import done, unknown_zero
-from .configs import DQ_BLOCKS, BackwardConfig, backward_blocks
+from .configs import DQ_BLOCKS, backward_blocks
 from .forward_pipeline import Work, hand_out, next_work, q_stage
 from .masks import drop, load_key
 from .program import (
@@ -387,7 +387,8 @@ def backward(
         counters.work,
         inputs,
         plain.launch_scalars(call, n_together),
-        CONFIG=BackwardConfig(blocks, mode),
+        BLOCKS=blocks,
+        MODE=mode,
         num_warps=4,
         enable_fp_fusion=True,
     )

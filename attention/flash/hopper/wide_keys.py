@@ -259,10 +259,8 @@ def consumer(program, OF_VALUES: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.co
 
 
 @gluon.jit
-def dkdv_kernel(q, k, v, do, dk, dv, lse2, delta, p_work, inputs, scalars, CONFIG: gl.constexpr):
+def dkdv_kernel(q, k, v, do, dk, dv, lse2, delta, p_work, inputs, scalars, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """dk and dv of all tiles of keys. Grid: at most a program for each multiprocessor."""
-    BLOCKS: gl.constexpr = CONFIG.blocks
-    MODE: gl.constexpr = CONFIG.mode
     buffers, barriers = allocate(q, lse2, BLOCKS)
     H, H_kv, T, S = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     sizes = Sizes(H, H // H_kv, T, S, gl.cdiv(S, BLOCKS.k), q.shape[0] * H_kv, scalars.n_together >> 2)
