@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..formula.derivative import derivatives
-from ..formula.evaluate import Given, full_index, program, run, sum_of_entries
+from ..formula.evaluate import ProgramInputs, full_index, program, run, sum_of_entries
 from ..formula.graph import Node, leaf, topological
 from ..formula.parse import parse
 
@@ -73,7 +73,7 @@ class Change:
             return entry
 
         with torch.enable_grad():
-            return run(program(nodes), Given(leaves | {"s": s}, raw.dtype, [], [], load)), [s], read
+            return run(program(nodes), ProgramInputs(leaves | {"s": s}, raw.dtype, [], [], load)), [s], read
 
     def at(self, raw: Tensor) -> Changed:
         """The scores and derivatives for raw scores (B, H, T, S), in their precision."""
