@@ -6,6 +6,7 @@
 """
 
 from .adapters.flex import FlexAttention
+from .adapters.function import of_file
 from .adapters.peers import FA4Attention, VarlenAttention
 from .adapters.sdpa import SDPAAttention
 from .adapters.varlen import varlen
@@ -13,6 +14,7 @@ from .decode.cache import Cache
 from .dropout import DropoutKey, keep_mask
 from .errors import AttentionError, Option, UnsupportedAttention
 from .flash import FlashAttention
+from .from_file import is_in_file
 from .interface import Attention, AttentionOutput, AttentionShape
 from .layout import Layout, documents, packed
 from .naive import NaiveAttention
@@ -64,7 +66,10 @@ IMPLEMENTATIONS: dict[str, type[Attention]] = {
 
 
 def build_attention(config: AttentionConfig) -> Attention:
-    """The implementation of the name `config.name`; raises UnsupportedAttention for unsupported options."""
+    """The implementation of the name `config.name`, which may be <file>.py:<class or function>; raises
+    UnsupportedAttention for unsupported options."""
+    if is_in_file(config.name):
+        return of_file(config)
     try:
         implementation = IMPLEMENTATIONS[config.name]
     except KeyError:

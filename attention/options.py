@@ -55,7 +55,7 @@ class ProductPrecision(Enum):
 class AttentionConfig:
     """The options under `attention.*`.
 
-    name       an implementation in the registry (attention/__init__.py)
+    name       an implementation in the registry (attention/__init__.py), or <file>.py:<class or function>
     dropout    probability of dropping an attention weight, realised in steps of 1/256 (see attention/dropout)
     rng        source of dropout's random bits; only sdpa takes `torch`
     block_q    rows of a score tile: queries (tiled)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,21 +31,10 @@ def block_after(sentence: str) -> str:
 
 
 @pytest.mark.slow
-def test_an_attention_added_by_the_steps_of_the_page_trains_and_agrees_with_naive(tmp_path):
-    for name in ("attention", "conf"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)  # a script's folder comes first on Python's path, where no link leads
-    for path in ROOT.iterdir():
-        if path.is_dir() and not (path.name.startswith(".") or path.name in ("attention", "conf")):
-            (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "attention" / "rows.py").write_text(block_after("`attention/rows.py`"))
-    with (tmp_path / "attention" / "__init__.py").open("a") as registry:
-        registry.write(block_after("`attention/__init__.py` gets"))
-    (tmp_path / "conf" / "attention" / "rows.yaml").write_text(block_after("`conf/attention/rows.yaml` makes"))
+def test_the_attention_of_the_page_trains_from_a_file_and_agrees_with_naive(tmp_path):
+    (tmp_path / "mine.py").write_text(block_after("`mine.py`:"))
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
-
-    (command,) = re.findall(r"^ +python (train\.py attention=rows attention.*)$", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^ +python train\.py (attention=mine.py:RowsAttention attention.*)$", PAGE, re.MULTILINE)
     small = [
         *("model.n_layers=1", "model.n_heads=2", "model.n_kv_heads=1", "model.n_embd=16", "seq_len=150"),
         *("data=text", "data.path=text.txt", "data.tokenizer=bytes", "tracking.mode=disabled", "device=cpu"),
@@ -54,10 +42,14 @@ def test_an_attention_added_by_the_steps_of_the_page_trains_and_agrees_with_naiv
         "hydra.run.dir=run",
     ]
     done = subprocess.run(
-        [sys.executable, *command.split(), *small], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, ROOT / "train.py", *command.split(), *small],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "attention=rows" in done.stdout
+    assert "attention=mine.py:RowsAttention" in done.stdout
     probed = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     errors = [record["parity/grad_rel_err"] for record in probed if "parity/grad_rel_err" in record]
     assert len(errors) == 2

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AttentionError
+from ..from_file import is_in_file, load
 from .cases import DTYPES, Case, Inputs, problem
 from .named import NAMED, PACKAGE, Unavailable
 
@@ -190,9 +191,11 @@ class Subject:
         self, case: Case, inputs: Inputs, lse: bool = False
     ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]:
         """`__call__` as a function of q, k and v. All other arguments are made in advance."""
-        names = {"torch": torch, "seen": problem(case, inputs).seen, **vars(inputs)}
+        names = {"torch": torch, **vars(inputs)}
         names |= {name: getattr(self.library, name, None) for name in OUR_NAMES}
         positional, named = self.arguments(case, lse)
+        if any("seen" in code for code in (*positional, *named.values())):
+            names["seen"] = problem(case, inputs).seen
         rest = [eval(code, names) for code in positional]
         options = {name: eval(code, names) for name, code in named.items()}
         function: Any = self.function
@@ -429,24 +432,14 @@ def found_again(
 
 
 def imported(target: str) -> tuple[str, str, Any]:
-    """The import lines, the expression and the callable of module:name. Raises CheckError."""
+    """The import lines, the expression and the callable of module:name or file.py:name. Raises CheckError."""
     module, _, name = target.partition(":")
     if not name:
-        raise CheckError(f"{target} is neither module:name nor one of {', '.join(NAMED)}.")
-    imports = f"from {module} import {name.partition('.')[0]}"
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function: Any = importlib.import_module(module)
-    except ImportError as error:
-        raise CheckError(f"{target} cannot be imported: {error}.") from error
-    except (Exception, SystemExit) as error:
-        raise CheckError(f"{target} cannot be imported: {type(error).__name__}: {error}.") from error
-    try:
-        for part in name.split("."):
-            function = getattr(function, part)
-    except AttributeError as error:
-        raise CheckError(f"{target} is not there: {error}.") from error
+        raise CheckError(f"{target} is neither file.py:name, module:name nor one of {', '.join(NAMED)}.")
+    if is_in_file(target):
+        imports, name, function = f"from {PACKAGE}.from_file import load", f"load({target!r})", load(target)
+    else:
+        imports, function = f"from {module} import {name.partition('.')[0]}", of_module(target)
     if isinstance(function, type) and (library := library_of(function)) is not None:
         imports += f"\nfrom {library.__name__} import AttentionConfig"
         name = f"{name}(AttentionConfig({function.name!r}))"  # type: ignore[attr-defined]
@@ -454,6 +447,25 @@ def imported(target: str) -> tuple[str, str, Any]:
     if not callable(function):
         raise CheckError(f"{target} is {type(function).__name__}, which cannot be called; name a function.")
     return imports, name, function
+
+
+def of_module(target: str) -> Any:
+    """The object that module:name names. Raises CheckError."""
+    module, _, name = target.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise CheckError(f"{target} cannot be imported: {error}.") from error
+    except (Exception, SystemExit) as error:
+        raise CheckError(f"{target} cannot be imported: {type(error).__name__}: {error}.") from error
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise CheckError(f"{target} is not there: {error}.") from error
+    return found
 
 
 def library_of(cls: type) -> ModuleType | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from attention import IMPLEMENTATIONS, Ablation, AttentionConfig, ProductPrecision
+from attention.from_file import is_in_file
 from data.chat import end_at_answers
 from data.options import Documents
 from data.tasks import TASKS
@@ -125,8 +126,14 @@ def load_any(run: Path, choice: ModelChoice, seq_len: int | None = None, documen
         if start is None:
             end_at_answers(tokenizer, run)
         vocab_size = tokenizer.n_vocab
-    if attention is None or attention == config.attention.name:
-        chosen = config.attention
+    trained_with = config.attention.name
+    if is_in_file(trained_with) and not is_in_file(attention or ""):
+        raise ConfigError(
+            f"run={run} was trained with attention={trained_with}, and what is in a file runs only where the command "
+            f"names it; use attention={trained_with}."
+        )
+    if attention is None or attention == trained_with or is_in_file(trained_with):
+        chosen = replace(config.attention, name=attention or trained_with)
     else:
         chosen = AttentionConfig(name=attention)
         for reason in filter(None, map(inexact, (config.attention, chosen))):
@@ -166,6 +173,8 @@ def inexact(attention: AttentionConfig) -> str | None:
     """Why no other implementation may replace this one, as the beginning of a sentence; None where others may."""
     if attention.ablate is not Ablation.none:
         return f"attention.ablate={attention.ablate.value} leaves out a line of the run's attention"
+    if is_in_file(attention.name):
+        return f"attention={attention.name} is in a file"
     known = IMPLEMENTATIONS.get(attention.name)
     exact = known is None or known.exact
     return None if exact else f"attention={attention.name} does not declare that it is exact (docs/add-an-attention.md)"

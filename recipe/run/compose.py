@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from attention.from_file import is_in_file
 from recipe import CONF
 from recipe.run.arguments import suggestion
 from recipe.run.config import Config, ConfigError, holds_mapping, is_key, keys, register
@@ -32,8 +34,18 @@ MOST_JOBS = 10_000  # of a sweep: each is composed and checked before the first 
 def composed(overrides: list[str]) -> DictConfig:
     """The configuration that Hydra composes, with Hydra's options under `hydra`."""
     register()
+    offer_files(overrides)
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
         return compose("config", overrides, return_hydra_config=True)
+
+
+def offer_files(overrides: list[str]) -> None:
+    """Make attention=<file>.py:<name>, where an override says so, a choice as if it were a file of conf/attention/."""
+    for override in parsed([line for line in overrides if line.startswith("attention=") and ".py" in line]):
+        name = override.value()
+        if isinstance(name, str) and is_in_file(name):
+            *groups, last = filter(None, ["attention", *name.split("/")])  # as Hydra looks them up
+            ConfigStore.instance().store(group="/".join(groups), name=last, node={"name": name, "dropout": 0.0})
 
 
 def checked(overrides: list[str]) -> DictConfig:
@@ -98,7 +110,7 @@ def choice_mistakes(group: str, value: Any) -> Iterator[str]:
         return
     if not isinstance(value, str):
         yield f"{group}={as_typed(value)} has to name a file of conf/{group}/; single values are {group}.<name>=..."
-    elif value not in files:
+    elif value not in files and not (group == "attention" and is_in_file(value)):
         hint = suggestion(value, files) or "."
         if group == "data" and value and Path(value).exists():
             hint = f"; to train on your text, use data=text data.path={value}."

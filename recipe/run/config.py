@@ -63,10 +63,11 @@ class Config:
 
 def register() -> None:
     """Make Config the schema that conf/config.yaml starts from, so that every override is typed. conf/experiment/ also
-    finds ${divide:a,b}, which is a // b and at least 1, and ${min:a,b}."""
+    finds ${divide:a,b}, which is a // b and at least 1, and ${min:a,b}; a run folder's name has ${after_colon:text}."""
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("divide", lambda a, b: max(1, a // b), replace=True)
     OmegaConf.register_new_resolver("min", min, replace=True)
+    OmegaConf.register_new_resolver("after_colon", lambda text: text.rpartition(":")[2], replace=True)
 
 
 type_hints = functools.cache(get_type_hints)  # compiles every annotation

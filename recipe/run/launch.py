@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from recipe.run.compose import (
     composed,
     jobs,
     lines,
+    offer_files,
     opened,
     refuse,
     swept_mistakes,
@@ -81,6 +83,8 @@ def prepare(arguments: list[str], weights: Weights | None = None) -> list[str] |
     if args.multirun and (args.cfg or args.info):
         raise ConfigError("-m cannot be combined with --cfg or --info; leave it out to see the configuration of a run.")
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
+        with suppress(HydraException):  # which Hydra raises again
+            offer_files(overrides)
         return [*flags, *overrides]
     if weights is not None:
         overrides = [opened(line) for line in with_start(overrides, weights)]

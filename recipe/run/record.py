@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from attention import IMPLEMENTATIONS, AttentionShape
+from attention.from_file import digest_of, file_of, is_in_file
 from model.counting import num_parameters
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
@@ -72,6 +74,10 @@ class Record(NullRecord):
         self.environment = environment(trainer.device, trainer.world.size)
         if again and start == 0:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
+        name, self.attention_file = origin.config["attention"]["name"], None
+        if is_in_file(name):  # its copy is to read; nothing imports it
+            shutil.copyfile(file_of(name), folder / file_of(name).name)
+            self.attention_file = digest_of(file_of(name))
         # Written before metrics.jsonl, because a sweep only continues a run with recorded overrides.
         write_recorded(folder, origin.config, origin.overrides)
         self.tracker = Tracker(
@@ -114,6 +120,7 @@ class Record(NullRecord):
 
     def save(self, n: int, val_loss: float | None) -> None:
         metadata = {"val_loss": val_loss, "config": self.origin.config, "data": self.origin.data}
+        metadata["attention_file"] = self.attention_file
         metadata["tokens_per_step"] = self.trainer.tokens_per_step
         metadata["cpu_threads"] = torch.get_num_threads() if self.trainer.device.type == "cpu" else None
         keep_last = self.trainer.training.keep_last

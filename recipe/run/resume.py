@@ -11,6 +11,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from attention.from_file import digest_of, file_of, is_in_file
 from data.untrusted import UntrustedError, check_value
 from model.options import Positions
 from recipe.distributed.world import World
@@ -47,16 +48,39 @@ def resumed(overrides: list[str]) -> list[str]:
         folder = Path(str(run_dir.value()))
         if not has_checkpoints(folder):
             return overrides
-    newest_intact(folder / "checkpoints")
+    checkpoint = newest_intact(folder / "checkpoints")
     recorded = {override.key_or_group: override for override in recorded_overrides(folder)}
     earlier = {
         key: override
         for key, override in by_key(earlier_defaults(folder, lines(recorded))).items()
         if key.partition(".")[0] not in given  # such as optimizer=muon
     }
+    for key in ("attention.name", "attention"):
+        if key in given or key in recorded | earlier:
+            check_attention_file(folder, checkpoint, (recorded | earlier | given)[key].value(), key in given)
+            break
     path = quoted(str(folder))
     last = by_key([f"resume={path}", f"hydra.run.dir={path}", "hydra.mode=RUN"])
     return lines(recorded | earlier | given | last)
+
+
+def check_attention_file(run: Path, checkpoint: Path, name: Any, is_new: bool) -> None:
+    """Raise ConfigError where an attention in a file is not the one with which the checkpoint was made, unless the
+    command line names another; or where it lies in the run folder, which may be a stranger's.
+
+    is_new  whether the command line names it
+    """
+    metadata = read_manifest(checkpoint).metadata
+    if not (isinstance(name, str) and is_in_file(name)) or (is_new and name != metadata["config"]["attention"]["name"]):
+        return
+    file = file_of(name)
+    if run.resolve() in file.resolve().parents:
+        raise ConfigError(f"attention={name} lies in {run}, and nothing in a run folder is run; copy it elsewhere.")
+    if file.is_file() and digest_of(file) != metadata.get("attention_file"):
+        raise ConfigError(
+            f"{file} is not the attention of {checkpoint}; put {run / file.name} back there, or give the new one "
+            f"another name and choose it with attention=<file>.py:{name.rpartition(':')[2]}."
+        )
 
 
 def earlier_defaults(run: Path, overrides: list[str]) -> list[str]:

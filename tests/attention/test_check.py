@@ -175,7 +175,7 @@ def test_targets_that_cannot_be_imported_or_called_are_refused_in_a_sentence(mon
         ("nowhere:f", "imported"),
         ("math:nothing", "not there"),
         ("math:pi", "cannot be called"),
-        ("nothing", "neither module:name nor one of naive"),
+        ("nothing", "neither file.py:name, module:name nor one of naive"),
     ):
         with pytest.raises(CheckError, match=word):
             find(target)

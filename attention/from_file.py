@@ -1,0 +1,56 @@
+"""Attention in a file of the user's: attention=mine.py:RowsAttention."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from .errors import Option, UnsupportedAttention
+
+
+def is_in_file(name: str) -> bool:
+    """Whether an attention's name is <file>.py:<class or function>."""
+    return ".py:" in name
+
+
+def file_of(name: str) -> Path:
+    """The file that such a name begins with."""
+    return Path(name.rpartition(":")[0]).expanduser()
+
+
+def digest_of(file: Path) -> str:
+    """SHA-256 of the content."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def load(name: str) -> Any:
+    """The class or function that the name is of; the file runs once in a process. Raises UnsupportedAttention."""
+    file, asked = file_of(name), Option("attention", name)
+    if not file.is_file():
+        raise UnsupportedAttention("{} cannot be imported: there is no file {}.", asked, file)
+    try:
+        found = run(file.resolve())
+        for part in name.rpartition(":")[2].split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:
+        raise UnsupportedAttention("{} cannot be imported: {}: {}.", asked, type(error).__name__, error) from error
+    if not callable(found):
+        raise UnsupportedAttention("{} is {}; name a class or a function.", asked, type(found).__name__)
+    return found
+
+
+@functools.cache
+def run(file: Path) -> Any:
+    """The module of a file, which may import others of its folder."""
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(f"file:{file}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,116 @@
+"""attention=<file>.py:<name>: an attention trains, resumes and samples without a line in the repository."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import sample
+from attention import AttentionConfig, Score, UnsupportedAttention, build_attention
+from attention.check.subject import find
+from recipe.run.compose import checked, jobs, to_config
+from recipe.run.config import ConfigError
+from recipe.run.metrics import read_metrics
+from recipe.training.checkpoint import newest_valid, read_manifest
+from tests.programs import train
+
+FUNCTION = """
+import torch
+from helper import visible
+
+
+def attend(q, k, v, causal=True, window=None):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    s = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible(q.shape[2], causal, window), -torch.inf)
+    return s.softmax(dim=-1) @ v
+"""
+HELPER = """
+import torch
+
+
+def visible(T, causal, window):
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    return ((distance >= 0) | (not causal)) & (distance < (window or T))
+"""
+SMALL = [
+    "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=24", "device=cpu", "tracking=disabled",
+    "model.n_layers=1", "model.n_embd=16", "model.n_heads=2", "training.batch_size=2", "training.steps=2",
+    "training.log_every=1", "training.eval_batches=1", "training.sample_tokens=0", "schedule.warmup_steps=0",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(here: Path) -> Path:
+    """The working directory: a text, and the function in a folder."""
+    Path("text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    Path("lib").mkdir()
+    Path("lib/mine.py").write_text(FUNCTION)
+    Path("lib/helper.py").write_text(HELPER)
+    return here
+
+
+def test_a_function_has_the_features_of_its_parameters(folder: Path) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 9, 8) for heads in (4, 2, 2))
+    of_file, naive = (build_attention(AttentionConfig(name)) for name in ("lib/mine.py:attend", "naive"))
+    for score in (Score(), Score(window=3), Score(causal=False)):
+        torch.testing.assert_close(of_file(q, k, v, score=score).out, naive(q, k, v, score=score).out)
+    assert find("lib/mine.py:attend").features == find("lib.mine:attend").features
+    with pytest.raises(UnsupportedAttention, match="does not support soft_cap"):
+        of_file(q, k, v, score=Score(soft_cap=5.0))
+    for wrong, sentence in (
+        (AttentionConfig("lib/mine.py:attend", dropout=0.1), "has no dropout"),
+        (AttentionConfig("lib/mine.py:other"), "cannot be imported: AttributeError"),
+        (AttentionConfig("nowhere.py:attend"), "there is no file nowhere.py"),
+        (AttentionConfig("lib/mine.py:torch"), "is module; name a class or a function"),
+    ):
+        with pytest.raises(UnsupportedAttention, match=sentence):
+            build_attention(wrong)
+
+
+def test_the_name_works_in_sweeps_and_as_a_path(folder: Path) -> None:
+    swept = jobs(["attention=naive,lib/mine.py:attend", *SMALL])
+    assert [to_config(checked(job)).attention.name for job in swept] == ["naive", "lib/mine.py:attend"]
+    cfg = checked([f"attention={folder}/lib/mine.py:attend"])
+    assert (cfg.attention.name, cfg.hydra.run.dir[-6:]) == (f"{folder}/lib/mine.py:attend", "attend")
+
+
+def test_a_run_trains_as_naive_does_and_goes_on_with_the_same_file_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, run in (("naive", "naive"), ("lib/mine.py:attend", "run")):
+        assert train(*SMALL, f"attention={name}", f"hydra.run.dir={run}") == 0
+    expected, found = (
+        [line["train/loss"] for line in read_metrics(Path(x, "metrics.jsonl"))[1:]] for x in ("naive", "run")
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert Path("run/mine.py").read_text() == FUNCTION
+    checkpoint, _ = newest_valid(Path("run/checkpoints"))
+    digest = hashlib.sha256(FUNCTION.encode()).hexdigest()
+    assert read_manifest(checkpoint).metadata["attention_file"] == digest
+
+    with pytest.raises(ConfigError, match=r"use attention=lib/mine\.py:attend"):
+        sample.main(["run=run", "tokens=2", "device=cpu"])
+    capsys.readouterr()
+    sample.main(["run=run", "tokens=2", "prompt=to", "device=cpu", "attention=lib/mine.py:attend"])
+    assert capsys.readouterr().out.startswith("to")
+
+    assert train("resume=run", "training.steps=3") == 0
+    Path("lib/mine.py").write_text(FUNCTION + "changed = True\n")
+    assert train("resume=run", "training.steps=4") == 1
+    assert "lib/mine.py is not the attention of run/checkpoints/step-00000003" in capsys.readouterr().err
+    assert train("resume=run", "training.steps=4", "attention=naive") == 0
+
+
+def test_the_copy_in_a_run_folder_is_not_imported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(*SMALL, "attention=lib/mine.py:attend", "hydra.run.dir=run") == 0
+    for file in ("config.yaml", "overrides.yaml"):  # as a stranger might have written them
+        path = Path("run/.hydra", file)
+        path.write_text(path.read_text().replace("lib/mine.py", "run/mine.py"))
+    shutil.rmtree("lib")
+    assert train("resume=run", "training.steps=3") == 1
+    assert "nothing in a run folder is run" in capsys.readouterr().err
