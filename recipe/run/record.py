@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attention import IMPLEMENTATIONS, AttentionShape
+from attention import AttentionShape
 from attention.from_file import digest_of, file_of, is_in_file
 from model.counting import num_parameters
 from recipe.distributed.world import World
@@ -150,7 +150,7 @@ class Record(NullRecord):
             "message": message,
             "non_finite_step": non_finite_step,
             "attention": trainer.model.attend.name,
-            "attention_exact": IMPLEMENTATIONS[trainer.model.attend.name].exact,
+            "attention_exact": trainer.model.attend.exact,
             "attention_path": trainer.model.attend.path(self.origin.shape, trainer.model.seq_len),
             "config": self.origin.config,
             "overrides": self.origin.overrides,
