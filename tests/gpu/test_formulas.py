@@ -19,6 +19,7 @@ from tests.gpu.graphs import captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 PATHS = [KernelPath.plain, KernelPath.hopper]
+IN_PARTS = "s + c[h, i] - c[h, j] + max(d[h, i] - d[h, j], -1e9)"
 # One for each way in which values are stored and their gradients are summed.
 CHOSEN = [
     "s * log(n + 1)",
@@ -167,7 +168,8 @@ def test_the_operators_of_a_formula_with_tensors_keep_torchs_rules(path):
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
 @pytest.mark.parametrize(("T", "window", "dropout"), [(2500, None, 0.0), (2500, 1800, 0.1), (1000, None, 0.0)])
-def test_keys_that_gates_forget_add_nothing_and_their_tiles_are_never_read(D, path, T, window, dropout, horizons):
+@pytest.mark.parametrize("text", ["s * log(n + 1) + c[h, i] - c[h, j]", IN_PARTS], ids=["whole", "in_parts"])
+def test_keys_that_gates_forget_add_nothing_and_their_tiles_are_never_read(text, D, path, T, window, dropout, horizons):
     """Of four heads, two forget a key within 300 tokens; the values of the last also rise."""
     torch.manual_seed(0)
     B, H, S = 2, 4, 2500
@@ -176,12 +178,14 @@ def test_keys_that_gates_forget_add_nothing_and_their_tiles_are_never_read(D, pa
     rates = torch.tensor([4.0, 1.5, 0.001, 0.0], device="cuda")[:, None]
     c = -(rates * (0.5 + torch.rand(B, H, S, device="cuda"))).cumsum(-1)
     c[:, 3] = 400 * torch.sin(torch.arange(S, device="cuda") / 300)
-    attend, score = attention(path, dropout), Score(formula="s * log(n + 1) + c[h, i] - c[h, j]", window=window)
+    steps = (c / 16).round() * 16 if text == IN_PARTS else torch.zeros_like(c)
+    attend, score = attention(path, dropout), Score(formula=text, window=window)
 
-    def run(tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        *inputs, do = tensors
-        leaves = [x.clone().requires_grad_() for x in (*inputs, c)]
-        out = attend(*leaves[:3], score=score, dropout_key=KEY, tensors={"c": leaves[3]}).out
+    def run(drawn: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        *inputs, do = drawn
+        leaves = [x.clone().requires_grad_() for x in (*inputs, c - steps)]
+        tensors = {"c": leaves[3]} | ({"d": steps} if text == IN_PARTS else {})
+        out = attend(*leaves[:3], score=score, dropout_key=KEY, tensors=tensors).out
         return dict(zip(("out", "dq", "dk", "dv", "dc"), (out, *torch.autograd.grad(out, leaves, do)), strict=True))
 
     got = run((q, k, v, do))
