@@ -33,9 +33,9 @@ BUDGETS = {
     "recipe/compare": 36_500,
     "recipe": 3_100,
     "learn": 9_100,
-    "bench": 23_500,
+    "bench": 24_400,
     ".": 6_000,
-    "tests": 263_500,
+    "tests": 265_000,
 }
 MOST_FILES = 345
 MOST_WORDS = 30_500  # of the pages in docs/

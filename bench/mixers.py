@@ -1,0 +1,136 @@
+"""Mixers on a GPU: flash-linear-attention's kernels judged by the recurrence, and a layer's time beside the package's.
+
+    python -m bench.mixers                          all, about 20 minutes on an H200, most of them the kernels' tuning
+    python -m bench.mixers --mixers gdn --tokens 8192 32768
+    gpt-attention check fla-gdn                     the judgement of one alone, in words
+
+A layer has GPT-2's width, 768 channels and 12 heads, and runs forward and backward in bf16. `ours` is the same layer
+here by mixer=fla, `chunked` by mixer=chunked. Rows go to bench/results/mixers-<device>.json, and a table beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.machine import device_name, require_gpu
+from bench.measure import Timing, interleaved
+from bench.record import Recorder, Row, command_line, command_of, measurement, read, result_file, write_table
+from mixers.check import RECURRENCES, check, find
+from mixers.layers import build_mixer
+from recipe.wording import markdown_table
+
+CHANNELS, HEADS, SECONDS = 768, 12, 2.0
+DTYPES, CHUNK, SIZES = ("bf16", "fp16", "fp32"), 64, (64, 64)
+# The package's layer with the same weights: its class, and its options for C channels and H heads.
+PACKAGES: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
+    "linear": ("LinearAttention", lambda C, H: {"num_heads": H, "feature_map": "elu"}),
+    "retnet": ("MultiScaleRetention", lambda C, H: {"num_heads": H}),
+    "gla": ("GatedLinearAttention", lambda C, H: {"num_heads": H}),
+    "deltanet": ("DeltaNet", lambda C, H: {"num_heads": H}),
+    "gdn": ("GatedDeltaNet", lambda C, H: {"num_heads": H, "head_dim": 3 * C // (4 * H)}),
+    "kda": ("KimiDeltaAttention", lambda C, H: {"num_heads": H, "head_dim": C // H}),
+    "mamba2": (
+        "Mamba2",
+        lambda C, H: {"num_heads": 2 * H, "head_dim": C // H, "state_size": 2 * C // H, "backend": "triton"},
+    ),
+}
+
+
+def packages_layer(name: str, C: int, H: int) -> nn.Module:
+    """The layer of flash-linear-attention for C channels and H heads."""
+    kind, options = PACKAGES[name]
+    return getattr(import_module("fla.layers"), kind)(hidden_size=C, **options(C, H))
+
+
+def judged(name: str) -> Row:
+    """The lines of a check of the package's kernels."""
+    device = torch.device("cuda")
+    lines = [line._asdict() for line in check(find(f"fla-{name}", None, device), device, DTYPES, CHUNK, SIZES)]
+    return {"part": "check", "mixer": name, "lines": lines}
+
+
+def timed(name: str, tokens: int) -> Iterator[Row]:
+    """Milliseconds and GiB of a layer's forward and backward pass over one sequence."""
+    layers = {
+        "package": packages_layer(name, CHANNELS, HEADS),
+        **{way: build_mixer(name, CHANNELS, HEADS, mixer) for way, mixer in (("ours", "fla"), ("chunked", "chunked"))},
+    }
+    x = torch.randn(1, tokens, CHANNELS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    passes = {way: partial(forward_backward, layer.cuda(), x) for way, layer in layers.items()}
+    peaks = {}
+    for way, run in passes.items():
+        run()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        peaks[way] = torch.cuda.max_memory_allocated() / 2**30
+    prepared = {way: (lambda run=run: run) for way, run in passes.items()}
+    for way, timing in interleaved(prepared, x.device, SECONDS).items():
+        if not isinstance(timing, Timing):
+            raise timing
+        yield {"part": "layer", "mixer": name, "way": way, "tokens": tokens, "gib": peaks[way], **timing.as_dict()}
+
+
+def forward_backward(layer: nn.Module, x: Tensor) -> None:
+    """One pass in bf16, as in training."""
+    with torch.autocast("cuda", torch.bfloat16):
+        out = layer(x)[0]
+    torch.autograd.grad(out, [x, *layer.parameters()], torch.ones_like(out), allow_unused=True)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The verdict on each kernel, and the time of each layer beside the package's."""
+    wrong = {
+        row["mixer"]: ", ".join(line["group"] for line in row["lines"] if line["status"] == "FAIL") or "none"
+        for row in rows
+        if row["part"] == "check"
+    }
+    layers = {(row["mixer"], row["tokens"], row["way"]): row for row in rows if row["part"] == "layer"}
+    lines = []
+    for name, tokens in dict.fromkeys((name, tokens) for name, tokens, _ in layers):
+        ways = [layers[name, tokens, way] for way in ("package", "ours", "chunked")]
+        times = [f"{row['ms']:.2f} ms, {row['gib']:.1f} GiB" for row in ways]
+        lines.append([f"`{name}`", wrong.get(name, ""), f"{tokens:,}", *times, f"{ways[1]['ms'] / ways[0]['ms']:.2f}"])
+    return markdown_table(
+        [
+            "mixer",
+            "groups of wrong calls",
+            "tokens",
+            "the package's layer",
+            "mixer=fla",
+            "mixer=chunked",
+            "fla / package's",
+        ],
+        lines,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Judge and time the mixers that were asked for; returns 0."""
+    parser = command_line("bench.mixers", __doc__, "mixers")
+    parser.add_argument("--mixers", nargs="+", default=list(RECURRENCES), choices=RECURRENCES)
+    parser.add_argument("--tokens", nargs="+", default=[8192], type=int)
+    args = parser.parse_args(arguments)
+    require_gpu(parser)
+    device = torch.device("cuda")
+    path = result_file(args.name, device_name(device), args.results)
+    measured = measurement(command_of(parser, arguments), device, ("flash-linear-attention",))
+    with Recorder(path, ("part", "mixer", "way", "tokens"), measured) as recorder:
+        for name in args.mixers:
+            recorder.add(judged(name))
+            for tokens in args.tokens:
+                recorder.add(*timed(name, tokens))
+            print(name, flush=True)
+    write_table(path.with_suffix(".md"), table(read(path)), path)
+    print(f"results: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The pages of mixers: half-lives of known decays, and the table of a GPU's result."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attention import AttentionConfig, build_attention
+from bench.decays import draw, half_lives
+from bench.mixers import table
+from model.gpt import GPT
+from model.options import GPTConfig, Positions
+from recipe.drawing import Chart, render_png
+
+
+def test_half_lives_are_those_of_the_decays() -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(n_layers=3, n_embd=32, positions=Positions.none, layers=["retnet", "gla", "attention"])
+    model = GPT(config, 100, 32, build_attention(AttentionConfig())).eval()
+    text: Any = SimpleNamespace(encode_ordinary=lambda text: [1, 2, 3] * 20)
+    trained: Any = SimpleNamespace(model=model, tokenizer=text)
+    retnet, gla = half_lives(trained, "")
+    expected = [math.log(0.5) / math.log(1 - 2.0 ** (-5 - head)) for head in range(4)]
+    for percentile in retnet:
+        assert percentile.tolist() == pytest.approx(expected, rel=1e-4)
+    assert gla.shape == (3, 4)
+    assert (gla[0] < gla[2]).all()
+    png = render_png(Chart("decays", "", "", lambda figure: draw(figure, [retnet, gla])))
+    assert png.startswith(b"\x89PNG")
+
+
+def test_the_table_has_the_verdict_and_the_ratio_of_times() -> None:
+    lines = [{"status": "ok", "group": "lengths"}, {"status": "FAIL", "group": "decays"}]
+    rows: list[Any] = [{"part": "check", "mixer": "gdn", "lines": lines}]
+    for way, ms in (("package", 2.0), ("ours", 2.1), ("chunked", 30.0)):
+        rows.append({"part": "layer", "mixer": "gdn", "way": way, "tokens": 8192, "ms": ms, "gib": 1.0})
+    assert table(rows).splitlines()[-1] == (
+        "| `gdn` | decays | 8,192 | 2.00 ms, 1.0 GiB | 2.10 ms, 1.0 GiB | 30.00 ms, 1.0 GiB | 1.05 |"
+    )
