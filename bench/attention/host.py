@@ -1,0 +1,103 @@
+"""The host's time of a call: what Python and the driver take before the GPU has its work.
+
+    python -m bench.attention.host      a minute on a GPU
+
+B 1, H 8, T 256, D 64, bf16. Calls are queued behind a long kernel, so that the GPU's time does not count; the median of
+repeats. Rows go to bench/results/host-<device>.json, with a table beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention
+from bench.machine import device_name, require_gpu
+from bench.markdown import table
+from bench.record import Recorder, command_line, command_of, measurement, read, result_file, write_table
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+B, H, T, D = 1, 8, 256, 64
+CALLS, REPEATS, PAUSE_CYCLES = 40, 9, 200_000_000
+
+
+def candidates(device: torch.device) -> dict[str, tuple[int, Attend]]:
+    """name -> key/value heads, call."""
+    plain, drops = (build_attention(AttentionConfig("flash", dropout=rate)) for rate in (0.0, 0.1))
+    key, slopes = DropoutKey(0, 0, 0, 0).pack(device), torch.rand(H, device=device)
+    starts = torch.zeros(B, T, dtype=torch.int32, device=device)
+    layout, window, alibi = (
+        Layout(document_starts=starts, document_ends=starts + T),
+        Score(window=64),
+        Score(alibi=True),
+    )
+
+    def torchs(backend: SDPBackend) -> Attend:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return attend
+
+    return {
+        "flash": (H, lambda q, k, v: plain(q, k, v).out),
+        "flash, window": (H, lambda q, k, v: plain(q, k, v, score=window).out),
+        "flash, dropout 0.1": (H, lambda q, k, v: drops(q, k, v, dropout_key=key).out),
+        "flash, documents": (H, lambda q, k, v: plain(q, k, v, layout=layout).out),
+        "flash, 2 key/value heads": (2, lambda q, k, v: plain(q, k, v).out),
+        "flash, ALiBi": (H, lambda q, k, v: plain(q, k, v, score=alibi, slopes=slopes).out),
+        "SDPA, cuDNN": (H, torchs(SDPBackend.CUDNN_ATTENTION)),
+        "SDPA, FlashAttention-2": (H, torchs(SDPBackend.FLASH_ATTENTION)),
+    }
+
+
+def host_us(call: Callable[[], object]) -> float:
+    """Microseconds of the host for a call."""
+    samples = []
+    for _ in range(REPEATS + 1):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(PAUSE_CYCLES)
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        samples.append((time.perf_counter() - start) / CALLS * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(samples[1:])  # the first compiles
+
+
+def trained(attend: Attend, inputs: tuple[Tensor, Tensor, Tensor], do: Tensor) -> None:
+    """A forward and a backward pass."""
+    torch.autograd.grad(attend(*inputs), inputs, do)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command_line("bench.attention.host", __doc__, "host")
+    args = parser.parse_args(arguments)
+    require_gpu(parser)
+    device = torch.device("cuda", torch.cuda.current_device())
+    path = result_file(args.name, device_name(device), args.results)
+    now = measurement(command_of(parser, arguments), device, B=B, H=H, T=T, D=D)
+    with Recorder(path, ("name",), now) as recorder:
+        for name, (heads, attend) in candidates(device).items():
+            q, k, v = (
+                torch.randn(B, n, T, D, device=device, dtype=torch.bfloat16, requires_grad=True)
+                for n in (H, heads, heads)
+            )
+            with torch.no_grad():
+                forward = host_us(partial(attend, q, k, v))
+            both = host_us(partial(trained, attend, (q, k, v), torch.randn_like(q)))
+            recorder.add({"name": name, "forward_us": round(forward, 1), "both_us": round(both, 1)})
+    head = ["microseconds of the host", "forward", "forward and backward"]
+    rows = ([row["name"], f"{row['forward_us']:.0f}", f"{row['both_us']:.0f}"] for row in read(path))
+    write_table(path.with_suffix(".md"), table(head, rows), path)
+
+
+if __name__ == "__main__":
+    main()
