@@ -34,7 +34,7 @@ from .layout import Layout
 from .options import AttentionConfig
 from .score import Score
 
-# As many sequences are compared at a step as have so many pairs of a query and a key in all heads, at least one.
+# As many sequences and heads are compared at a step as have so many pairs of a query and a key, at least one of each.
 PAIRS = 2**20
 TF32_EPS = 2**-10
 NO_CALL = (
@@ -154,7 +154,7 @@ class Taken:
     """A call of the model.
 
     values     q, k, v and out, in the backward pass also do, dq, dk and dv, all (B, H, T, D)
-    sequences  those that are compared
+    sequences  those that are compared, and of their key/value heads those of `groups`, with the query heads
     keep       their weights that dropout keeps; None: all
     needs      the gradients that the backward pass computes
     unseen     why it cannot be judged, or None
@@ -164,14 +164,22 @@ class Taken:
     meaning: Meaning | None
     values: dict[str, Tensor]
     sequences: slice = field(default_factory=lambda: slice(0, 0))
+    groups: slice = field(default_factory=lambda: slice(0, 0))
     keep: Tensor | None = None
     unseen: str | None = None
     needs: list[str] = field(default_factory=list)
 
-    def problem(self, heads: slice) -> Problem:
-        """The judge's problem for some of the sample's query heads."""
+    def heads(self) -> slice:
+        """The query heads that are compared."""
+        G = self.values["q"].shape[1] // self.values["k"].shape[1]
+        return slice(self.groups.start * G, self.groups.stop * G)
+
+    def problem(self, part: slice) -> Problem:
+        """The judge's problem for some of the query heads that are compared."""
         meaning, q, k = self.meaning, self.values["q"], self.values["k"]
         assert meaning is not None
+        first = self.heads().start
+        heads = slice(first + part.start, first + part.stop)
         T, S, shift = q.shape[2], k.shape[2], None
         seen = torch.ones(1, 1, T, S, dtype=torch.bool, device=q.device)
         if meaning.causal:
@@ -233,7 +241,8 @@ class Taken:
         elif "do" in broken:
             unseen.append("gradients: that of the output is not finite")
         names = ["out", *([] if unseen else self.needs)]
-        part = {name: x[self.sequences] for name, x in self.values.items()}
+        of_keys = dict.fromkeys(("k", "v", "dk", "dv"), self.groups)
+        part = {name: x[self.sequences, of_keys.get(name, self.heads())] for name, x in self.values.items()}
         # Under autocast the function gets fp32 and computes in 16 bits.
         dtype = max((part["q"].dtype, part["out"].dtype), key=lambda dtype: torch.finfo(dtype).eps)
         q, k, v = (part[name].to(dtype) for name in "qkv")
@@ -244,8 +253,13 @@ class Taken:
         except torch.OutOfMemoryError:
             unseen.append("too little memory is free")
             return []
-        first = self.sequences.start
-        return [replace(verdict, row=(verdict.row[0] + first, *verdict.row[1:])) for verdict in found]
+        return [replace(verdict, row=self.row(verdict)) for verdict in found]
+
+    def row(self, verdict: Verdict) -> tuple[int, ...]:
+        """The sequence, head and token of a verdict's row in the call."""
+        sequence, head, *token = verdict.row
+        first = self.groups.start if verdict.name in ("dk", "dv") else self.heads().start
+        return sequence + self.sequences.start, head + first, *token
 
 
 def attentions(broken: Collection[str]) -> list[str]:
@@ -445,9 +459,10 @@ def take(
         meaning = replace(meaning, sinks=meaning.sinks.detach().clone())
     needs = ["d" + name for name, x in zip("qkv", inputs, strict=True) if x.requires_grad]
     B, H, T, _ = q.shape
-    n = max(1, min(B, PAIRS // (H * T * k.shape[2])))
-    first = number % (B - n + 1)
-    taken = Taken(layer, meaning, values, slice(first, first + n), needs=needs)
+    pairs, H_kv = T * k.shape[2], k.shape[1]
+    n, m = max(1, min(B, PAIRS // (H * pairs))), max(1, min(H_kv, PAIRS // (H // H_kv * pairs)))
+    first, group = number % (B - n + 1), number // (B - n + 1) % (H_kv - m + 1)
+    taken = Taken(layer, meaning, values, slice(first, first + n), slice(group, group + m), needs=needs)
 
     generator = generator_of(q.device)
     before = generator.get_state()
