@@ -162,7 +162,7 @@ def sdpa_backward(x: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     return attend_backward(x.grad_out, (x.query, x.key, x.value, x.out, x.logsumexp), Inputs(), spec)
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """How the kernels read a call of tensors (B, T, H, D), or with cum_seq_q (total, H, D), which become one row."""
 
     spec: Spec
@@ -170,7 +170,7 @@ class Rows(NamedTuple):
     is_packed: bool
 
     @classmethod
-    def of(cls, x: SimpleNamespace) -> Rows:
+    def of(cls, x: SimpleNamespace) -> PackedRows:
         """From the arguments of a call."""
         score, is_packed = score_of(x.is_causal, x.window_size_left, x.window_size_right), x.cum_seq_q is not None
         spec = spec_of(x.scale, x.query.shape[-1], score, documents=is_packed)
@@ -192,14 +192,14 @@ def flash_forward(x: SimpleNamespace) -> tuple[Tensor, ...]:
     for name, value in vars(x).items():
         if name not in FORWARD and value is not None and not (name == "num_splits" and value == 1):
             raise refused(f"does not support {name}")
-    rows = Rows.of(x)
+    rows = PackedRows.of(x)
     out, lse = attend(rows.put(x.query), rows.put(x.key), rows.put(x.value), rows.inputs, rows.spec)
     return rows.take(out), lse[0] if rows.is_packed else lse, *no_randomness(x.query)
 
 
 def flash_backward(x: SimpleNamespace) -> tuple[Tensor, ...]:
     """The gradients of query, key and value."""
-    rows = Rows.of(x)
+    rows = PackedRows.of(x)
     do, *saved = (rows.put(tensor) for tensor in (x.grad_out, x.query, x.key, x.value, x.out))
     lse = x.logsumexp[None] if rows.is_packed else x.logsumexp
     return tuple(rows.take(gradient) for gradient in attend_backward(do, (*saved, lse), rows.inputs, rows.spec))

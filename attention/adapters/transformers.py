@@ -214,7 +214,7 @@ def visible(
     """
     if isinstance(attention_mask, Visible):
         return attention_mask
-    parts = Parts.of(mask_function)
+    parts = MaskParts.of(mask_function)
     q_offset = int(q_offset)
     q_end, k_end = q_offset + q_length, kv_offset + kv_length
     starts = None if attention_mask is None else padding_starts(attention_mask, q_end, max(q_end, k_end))
@@ -231,7 +231,7 @@ def visible(
 
 
 @dataclass(frozen=True)
-class Parts:
+class MaskParts:
     """The parts of a mask function of transformers.
 
     sequences  (B, T) for each token the number of its sequence among those packed in its row
@@ -242,7 +242,7 @@ class Parts:
     sequences: Tensor | None = None
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Parts:
+    def of(cls, function: Callable[..., Any]) -> MaskParts:
         """Raises UnsupportedAttention for a function of unknown meaning."""
         if function is masking_utils.causal_mask_function:
             return cls(causal=True)

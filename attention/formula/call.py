@@ -11,7 +11,7 @@ from ..layout import Layout
 from ..precision import accum_dtype
 from ..score import Score, key_intervals
 from .evaluate import Count
-from .hoist import Place, Steps, factors_of, hoisted
+from .hoist import CallPlace, Steps, factors_of, hoisted
 from .ranges import Reach
 from .rules import check_tensors
 from .tile import TileFormula
@@ -36,13 +36,13 @@ def positions(layout: Layout, T: int, S: int, device: torch.device) -> tuple[Ten
     return i, torch.arange(layout.k_start, layout.k_start + S, device=device)
 
 
-def place_of(score: Score, layout: Layout, q: Tensor, S: int, steps: Steps) -> Place:
+def place_of(score: Score, layout: Layout, q: Tensor, S: int, steps: Steps) -> CallPlace:
     """The positions of queries q (B, H, T, D) and S keys, as far as the hoisted values need them."""
     B, H, T, _ = q.shape
     first = layout.query_start(T, S)
     ordered = layout.lengths is None and first >= 0
     distances = visible_distances(score, layout, T, S)
-    place = Place((B, H, T, S), q.device, None, None, None, first if ordered else None, layout.k_start, distances)
+    place = CallPlace((B, H, T, S), q.device, None, None, None, first if ordered else None, layout.k_start, distances)
     asked = {name for stage, program in steps.programs() for name in place.asked(stage, program)}
     if asked & {"i", "j"}:
         i, j = positions(layout, T, S, q.device)

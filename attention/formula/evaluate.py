@@ -17,14 +17,14 @@ from .operations import COMPARISONS, FUNCTIONS
 EXACT = 2**24  # whole numbers up to it are exact in fp32
 
 
-class Program(NamedTuple):
+class Instructions(NamedTuple):
     """Steps in order, each (operation, steps that give its arguments, value), and the steps that give the results."""
 
     steps: tuple[tuple[str, tuple[int, ...], Any], ...]
     outputs: tuple[int, ...]
 
 
-def program(outputs: Sequence[Node], hoisted: Sequence[Node] = (), tables: Sequence[Node] = ()) -> Program:
+def program(outputs: Sequence[Node], hoisted: Sequence[Node] = (), tables: Sequence[Node] = ()) -> Instructions:
     """The steps that compute nodes from leaves, hoisted values, and tables: loads whose entries are given too."""
     index: dict[Node, int] = {}
     steps: list[tuple[str, tuple[int, ...], Any]] = []
@@ -33,7 +33,7 @@ def program(outputs: Sequence[Node], hoisted: Sequence[Node] = (), tables: Seque
         value = hoisted.index(x.value) if x.op == "hoisted" else (x.value, bare(x)) if x.op == "load" else x.value
         steps.append(of_tables.get(x) or (x.op, tuple(index[y] for y in x.args), value))
         index[x] = len(steps) - 1
-    return Program(tuple(steps), tuple(index[x] for x in outputs))
+    return Instructions(tuple(steps), tuple(index[x] for x in outputs))
 
 
 def bare(load: Node) -> tuple[str, ...] | None:
@@ -42,7 +42,7 @@ def bare(load: Node) -> tuple[str, ...] | None:
     return names if len(set(names)) == len(load.args) else None
 
 
-def leaves_of(steps: Program, is_view: Callable[[tuple[str, ...] | None], bool]) -> list[str]:
+def leaves_of(steps: Instructions, is_view: Callable[[tuple[str, ...] | None], bool]) -> list[str]:
     """The leaves that a program needs.
 
     is_view  whether a load with these bare indices is a view of its tensor, which needs no leaves
@@ -115,7 +115,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
-def run(steps: Program, inputs: ProgramInputs) -> list[Any]:
+def run(steps: Instructions, inputs: ProgramInputs) -> list[Any]:
     """The results of a program: tensors, or Python numbers for constants."""
     results: list[Any] = []
     for op, arguments, value in steps.steps:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..gpu import constant_when_compiled
 from ..precision import accum_dtype
 from .axes import axes
-from .evaluate import Count, Program, ProgramInputs, as_tensor, entries, full_index, leaves_of, program, run
+from .evaluate import Count, Instructions, ProgramInputs, as_tensor, entries, full_index, leaves_of, program, run
 from .graph import Node, is_number, leaf, topological
 from .plan import plan
 
@@ -31,17 +31,17 @@ class Steps(NamedTuple):
     is_identity  whether the score is s times the factor
     """
 
-    factor: Program | None
+    factor: Instructions | None
     scale: float
-    hoisted: tuple[tuple[str, int | None, Program], ...]
-    value: Program
-    gradients: Program
-    tables: tuple[tuple[str, Program], ...]
+    hoisted: tuple[tuple[str, int | None, Instructions], ...]
+    value: Instructions
+    gradients: Instructions
+    tables: tuple[tuple[str, Instructions], ...]
     axes: tuple[tuple[str, tuple[str, ...]], ...]
     by_position: bool
     is_identity: bool
 
-    def programs(self) -> list[tuple[str, Program]]:
+    def programs(self) -> list[tuple[str, Instructions]]:
         """The programs that run before the scores, except those of distances, with their stages."""
         factor = [] if self.factor is None else [("row", self.factor)]
         return factor + [(stage, steps) for stage, _, steps in self.hoisted if stage != "distance"]
@@ -53,7 +53,7 @@ def steps_of(text: str, causal: bool, window: int | None) -> Steps:
     p = plan(text, causal, window)
     nodes = [x.node for x in p.hoisted]
 
-    def late(*outputs: Node) -> Program:
+    def late(*outputs: Node) -> Instructions:
         return program(outputs, nodes, p.tables)
 
     constant = is_number(p.factor)
@@ -71,7 +71,7 @@ def steps_of(text: str, causal: bool, window: int | None) -> Steps:
     )
 
 
-class Place(NamedTuple):
+class CallPlace(NamedTuple):
     """The positions of a call's queries and keys.
 
     sizes      (B, H, T, S): sequences, query heads, queries and keys
@@ -117,7 +117,7 @@ class Place(NamedTuple):
                 leaves[name] = x.unsqueeze(-1) if stage == "pair" else x
         return leaves
 
-    def asked(self, stage: str, steps: Program) -> list[str]:
+    def asked(self, stage: str, steps: Instructions) -> list[str]:
         """The leaves that a program of this stage needs."""
         return leaves_of(steps, lambda names: self.is_view(names, stage))
 
@@ -132,7 +132,7 @@ def distances(reach: tuple[int, int], far: int | None, device: torch.device) -> 
     return torch.arange(low, max(low, high if far is None else min(high, far)) + 1, device=device)
 
 
-def factors_of(q: Tensor, steps: Steps, tensors: dict[str, Tensor], place: Place) -> Tensor:
+def factors_of(q: Tensor, steps: Steps, tensors: dict[str, Tensor], place: CallPlace) -> Tensor:
     """The factors of s, each the same along a row, for q (B, H, T, D): (B or 1, H or 1, T or 1)."""
     assert steps.factor is not None
     return evaluated("row", None, steps.factor, tensors, place, accum_dtype(q.dtype))
@@ -143,13 +143,13 @@ def scaled_queries(q: Tensor, factors: Tensor) -> Tensor:
     return (q.to(factors.dtype) * factors.unsqueeze(-1)).to(q.dtype)
 
 
-def hoisted(steps: Steps, tensors: dict[str, Tensor], place: Place, dtype: torch.dtype) -> list[Tensor]:
+def hoisted(steps: Steps, tensors: dict[str, Tensor], place: CallPlace, dtype: torch.dtype) -> list[Tensor]:
     """The hoisted values, (B or 1, H or 1, length) each, with length 1 for a head; for pairs (B or 1, H or 1, T, S)."""
     return [evaluated(stage, far, steps, tensors, place, dtype) for stage, far, steps in steps.hoisted]
 
 
 def evaluated(
-    stage: str, far: int | None, steps: Program, tensors: dict[str, Tensor], place: Place, dtype: torch.dtype
+    stage: str, far: int | None, steps: Instructions, tensors: dict[str, Tensor], place: CallPlace, dtype: torch.dtype
 ) -> Tensor:
     if stage == "distance" and not torch.compiler.is_compiling():
         part = part_of_table(steps, place.distances, far)
@@ -172,7 +172,7 @@ def evaluated(
     return x.reshape(*[1] * (ndim - x.ndim), *x.shape)
 
 
-class Part(NamedTuple):
+class TablePart(NamedTuple):
     """The entries from `first` to `end` of a table's last axis, for each head or for all."""
 
     name: str
@@ -182,12 +182,12 @@ class Part(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def part_of_table(steps: Program, reach: tuple[int, int], far: int | None) -> Part | None:
+def part_of_table(steps: Instructions, reach: tuple[int, int], far: int | None) -> TablePart | None:
     """The part of a table that a vector of distances is, as in table[h, min(i - j, 127)]; None if it is none."""
     op, numbers, value = steps.steps[steps.outputs[0]]
     if op != "load" or [steps.steps[k][2] for k in numbers[:-1]] not in ([], ["h"]):
         return None
-    index = Program(steps.steps[: numbers[-1] + 1], numbers[-1:])
+    index = Instructions(steps.steps[: numbers[-1] + 1], numbers[-1:])
     if not {"i", "j"}.issuperset(leaves_of(index, lambda names: False)):
         return None
     d = distances(reach, far, torch.device("cpu"))
@@ -195,10 +195,10 @@ def part_of_table(steps: Program, reach: tuple[int, int], far: int | None) -> Pa
     first = int(found[0]) if isinstance(found, Tensor) and found.shape == d.shape else -1
     if first < 0 or not torch.equal(found, torch.arange(first, first + len(d))):
         return None
-    return Part(value[0], first, first + len(d), len(numbers) > 1)
+    return TablePart(value[0], first, first + len(d), len(numbers) > 1)
 
 
-def spread(x: Tensor, names: tuple[str, ...], place: Place, stage: str) -> Tensor:
+def spread(x: Tensor, names: tuple[str, ...], place: CallPlace, stage: str) -> Tensor:
     """A view of the entries x[h, i] as (B or 1, H, T), for indices `names` in any order."""
     names = ("b", *names) if x.ndim == len(names) + 1 else names
     for name, start, length in (("i", place.q_start, place.sizes[2]), ("j", place.k_start, place.sizes[3])):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import FormulaError, Option
 from .axes import axes, loads
 from .graph import Node, leaf, topological
-from .hoist import Place, factors_of, hoisted, scaled_queries, steps_of
+from .hoist import CallPlace, factors_of, hoisted, scaled_queries, steps_of
 from .parse import show
 from .plan import plan, stage
 from .ranges import INF, Reach, intervals
@@ -99,7 +99,7 @@ def probe(text: str, causal: bool, window: int | None) -> None:
     sizes, (low, high) = least_sizes(text, reach), reach.distance()
     steps, positions = steps_of(text, causal, window), torch.arange(PROBED)
     n = (positions + 1).clamp(max=window or PROBED) if causal else torch.full_like(positions, PROBED)
-    place = Place((1, 2, PROBED, PROBED), positions.device, positions, positions, n, 0, 0, (int(low), int(high)))
+    place = CallPlace((1, 2, PROBED, PROBED), positions.device, positions, positions, n, 0, 0, (int(low), int(high)))
     distance = positions[:, None] - positions
     seen = (distance >= place.distances[0]) & (distance <= place.distances[1])
     s = torch.linspace(-8, 8, 2 * PROBED**2, dtype=torch.float64).view(1, 2, PROBED, PROBED) * steps.scale
