@@ -30,7 +30,7 @@ from ..formula.derivative import derivatives
 from ..formula.graph import Node, is_number, leaf, topological
 from ..formula.hoist import steps_of
 from ..formula.parse import INFIX, show
-from ..formula.plan import Plan, placeholder, plan
+from ..formula.plan import Plan, placeholder, plan, subtracted
 from ..gpu import ALIGNMENT, INTERPRET, constant_when_compiled
 from ..layout import Layout
 from ..score import Score
@@ -403,15 +403,11 @@ def numbers_of_keys(*values: Any) -> tuple[int, ...]:
     score = Score(*values)
     if is_biased(score):
         return (written(score).added,)  # type: ignore[return-value]
-    p, places = plan_of(score), {placeholder(x): k for k, x in enumerate(plan_of(score).hoisted)}
-    if p.column is None or p.score.op != "add" or p.score.args[0] is not leaf("s") or p.score.args[1].op != "max":
+    p = plan_of(score)
+    taken = subtracted(p.score)
+    if p.column is None or taken is None:
         return ()
-    difference, least = p.score.args[1].args
-    row, column = (places.get(x) for x in difference.args) if difference.op == "sub" else (None, None)
-    if row is None or column is None or not is_number(least):
-        return ()
-    stages = p.hoisted[row].stage, p.hoisted[column].stage
-    return (p.column, column) if stages == ("row", "column") else ()
+    return p.column, [placeholder(x) for x in p.hoisted].index(taken)
 
 
 def sums_of(spec: Spec) -> str | None:

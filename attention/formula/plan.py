@@ -122,8 +122,17 @@ def adds_one_value(p: Plan) -> bool:
     """Whether a plan leaves s as it is or adds one hoisted value to it, besides what is the same along a row."""
     s = leaf("s")
     if p.column is not None:
-        return p.score is s
+        return p.score is s or subtracted(p.score) is not None
     return p.score is s or any(p.score is ops.add(s, placeholder(x)) for x in p.hoisted)
+
+
+def subtracted(score: Node) -> Node | None:
+    """y_j where a score is s + max(x_i - y_j, -1e9), as that of a sum in parts is (model/score_tensors.py)."""
+    if score.op != "add" or score.args[0] is not leaf("s") or score.args[1].op != "max":
+        return None
+    difference, least = score.args[1].args
+    of_pairs = difference.op == "sub" and [x.deps for x in difference.args] == [{"i"}, {"j"}]
+    return difference.args[1] if of_pairs and is_number(least, -1e9) else None
 
 
 def arranged(formula: Node, factor: Node, parts: list[Node], reach: Reach) -> Plan:

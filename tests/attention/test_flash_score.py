@@ -14,6 +14,7 @@ from torch import Tensor
 from attention import AttentionConfig, Layout, Score, build_attention
 from attention.dropout import drop_threshold
 from attention.flash.call import Problem
+from attention.flash.formula import numbers_of_keys
 from attention.flash.op import flash_forward, flash_horizons, run_horizons
 from attention.spec import Inputs, Spec
 from tests.attention.contract import SCORE_CASES
@@ -271,15 +272,19 @@ def test_tiles_that_gates_in_two_parts_forget_are_never_read(horizons):
     q, k, v, _ = (x.to(DEVICE) for x in GATED.tensors(torch.float32))
     c = forgetting(GATED.S)
     steps = (c / 16).round() * 16
-    parts = {"c": (c - steps).requires_grad_(), "d": steps}
-    score = Score(formula="s + c[h, i] - c[h, j] + max(d[h, i] - d[h, j], -1e9)")
-    whole = {"c": c.clone().requires_grad_()}
+    a = torch.linspace(0.5, 2, 4).to(DEVICE)
+    parts = {"a": a, "c": (c - steps).requires_grad_(), "d": steps}
+    score = Score(formula="s * a[h] + c[h, i] - c[h, j] + max(d[h, i] - d[h, j], -1e9)")
+    whole = {"a": a, "c": c.clone().requires_grad_()}
     attend, naive = (build_attention(AttentionConfig(name)) for name in ("flash", "naive"))
     out = attend(q, k, v, score=score, tensors=parts).out
-    expected = naive(q, k, v, score=Score(formula="s + c[h, i] - c[h, j]"), tensors=whole).out
+    expected = naive(q, k, v, score=Score(formula="s * a[h] + c[h, i] - c[h, j]"), tensors=whole).out
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     (found,), (right,) = (torch.autograd.grad(x.sum(), y["c"]) for x, y in ((out, parts), (expected, whole)))
     torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
     v[:, :, :64] = math.nan
     far = attend(q, k, v, score=score, tensors=parts).out[:, :, -64:]
     assert far.isnan().any(-1).any(-1)[0].tolist() == [False, False, True, True]
+    bounded = replace(score, formula=str(score.formula).replace("-1e9", "-5"))  # no difference of numbers any more
+    assert len(numbers_of_keys(*score.values)) == 2
+    assert numbers_of_keys(*bounded.values) == ()

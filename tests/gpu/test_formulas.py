@@ -19,7 +19,7 @@ from tests.gpu.graphs import captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 PATHS = [KernelPath.plain, KernelPath.hopper]
-IN_PARTS = "s + c[h, i] - c[h, j] + max(d[h, i] - d[h, j], -1e9)"
+IN_PARTS = "s * log(n + 1) + c[h, i] - c[h, j] + max(d[h, i] - d[h, j], -1e9)"
 # One for each way in which values are stored and their gradients are summed.
 CHOSEN = [
     "s * log(n + 1)",
