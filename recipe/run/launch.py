@@ -29,7 +29,6 @@ from recipe.run.compose import (
     jobs,
     lines,
     offer_files,
-    opened,
     refuse,
     swept_mistakes,
     to_config,
@@ -60,7 +59,7 @@ def launch(main: Any, weights: Weights) -> None:
             command(main.__wrapped__)
 
 
-def prepare(arguments: list[str], weights: Weights | None = None) -> list[str] | Callable[[Any], None]:
+def prepare(arguments: list[str], weights: Weights | None = None) -> Any:
     """The arguments for Hydra: checked, and with the overrides of the run that `resume` names. Of a sweep, a function
     that runs it.
 
@@ -86,10 +85,10 @@ def prepare(arguments: list[str], weights: Weights | None = None) -> list[str] |
         with suppress(HydraException):  # which Hydra raises again
             offer_files(overrides)
         return [*flags, *overrides]
-    if weights is not None:
-        overrides = [opened(line) for line in with_start(overrides, weights)]
     try:
         refuse([sentence for line in overrides for sentence in override_mistakes(line)])
+        if weights is not None:
+            overrides = with_start(overrides, weights)
         overrides = lines(by_key(overrides))
         cfg = composed(unswept(overrides))
         if args.multirun or cfg.hydra.mode is RunMode.MULTIRUN:

@@ -67,10 +67,7 @@ def mistakes(config: Config, ranks: int | None = None, weights: Weights | None =
     of_score = list(map(sentence_of, score_mistakes(config.score, config.model.n_layers)))
     of_model = list(model_mistakes(config.model)) or of_score
     # Differences from the folder come first: its sizes and an override may not fit together although each is valid.
-    of_folder = list[str]()
-    if weights is not None and config.init_from is not None and not of_score:
-        scores = attention_scores(config.score, config.model)
-        of_folder += weights.mistakes(config.init_from, config.model, scores, config.seq_len, config.data.tokenizer)
+    of_folder = list(init_mistakes(config, weights)) if weights is not None and not of_score else []
     yield from of_folder or of_model
     if not of_model:
         yield from refusal(check_score_tensors, config)
@@ -111,6 +108,14 @@ def check_ranks_agree(config: Config) -> None:
                     f"Rank {rank} has another {part} than rank 0 ({theirs} instead of {ours}); start every rank with "
                     "the same overrides."
                 )
+
+
+def init_mistakes(config: Config, weights: Weights) -> Iterator[str]:
+    """A sentence for each reason why the model cannot start from `init_from`, as far as that needs no network."""
+    if config.init_from is None:
+        return
+    scores = attention_scores(config.score, config.model)
+    yield from weights.mistakes(config.init_from, config.model, scores, config.seq_len, config.data.tokenizer)
 
 
 def check_corpus(config: Config) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
-
-from hydra.errors import HydraException
 
 from attention import Score
 from model.gpt import GPT
 from model.options import GPTConfig
-from recipe.run.compose import parsed, quoted
+from recipe.run.compose import by_key, opened, quoted
 from recipe.wording import as_typed
 
 
@@ -38,34 +35,15 @@ def with_start(overrides: list[str], weights: Weights) -> list[str]:
 
     model=..., score=... and data.tokenizer=... are such choices. Raises WeightsError.
     """
-    chosen = {line.partition("=")[0].lstrip("+") for line in overrides}
-    lines = [line for line in overrides if line.startswith("init_from=")]
-    if not lines or "model" in chosen:
-        return overrides
-    try:
-        (override,) = parsed(lines[-1:])
-        source = None if override.is_sweep_override() else override.value()
-    except HydraException:  # is reported with the other mistakes
-        return overrides
-    if not isinstance(source, str) or (
-        names_path(source) and not any(file.is_file() for file in described_by(Path(source).expanduser()))
-    ):
+    chosen = by_key(overrides)
+    source = chosen["init_from"].value() if "init_from" in chosen else None
+    if not isinstance(source, str) or "model" in chosen:
         return overrides
     options = weights.options(source)
     if "score" in chosen:
         options = {name: value for name, value in options.items() if not name.startswith("score.")}
-    of_weights = [f"{name}={written(value)}" for name, value in options.items() if name not in chosen]
+    of_weights = [opened(f"{name}={written(value)}") for name, value in options.items() if name not in chosen]
     return ["model=tiny-gpt2", *of_weights, *overrides]  # the model from which the folder's options differ
-
-
-def described_by(source: Path) -> list[Path]:
-    """The files that may say which model a path holds."""
-    return [source / "config.json", source / "ckpt.pt", *([source] if source.suffix == ".pt" else [])]
-
-
-def names_path(source: str) -> bool:
-    """Whether init_from names a path on this machine."""
-    return source.startswith((".", "/", "~")) or Path(source).exists()
 
 
 def written(value: Any) -> Any:
