@@ -79,7 +79,7 @@ def check_parity(config: ParityConfig, attention: AttentionConfig, shape: Attent
         return
     if not shape.scores:
         raise ParityError("parity.every compares attentions, and model.layers has none; set parity.every=0.")
-    if not IMPLEMENTATIONS[attention.name].exact:
+    if not build_attention(attention).exact:
         raise ParityError(
             f"parity.every={config.every} would compare attention={attention.name} with softmax attention, which it "
             "does not claim to be (docs/add-an-attention.md); leave it at 0: compare.py ranks it by loss, and "
