@@ -81,7 +81,7 @@ $(OLDEST)/.installed: $(VENV)/.pip
 	@touch $@
 
 oldest-triton: setup $(OLDEST)/.installed
-	TRITON_INTERPRET=0 PYTHONPATH=$(OLDEST) $(BIN)/python -m bench.stack.kernels sm_80 sm_90a
+	TRITON_INTERPRET=0 PYTHONPATH=$(OLDEST) $(BIN)/python -m bench.kernels.oldest sm_80 sm_90a
 
 docs: setup ## build the documentation site in docs/_build/html (half a minute)
 	@test -x $(BIN)/sphinx-build || $(PIP) --editable '.[docs]'

@@ -59,6 +59,6 @@ def stack(session: nox.Session, torch: str) -> None:
         packages = [f"torch=={torch}.*", "-e", ".[dev]", *(["numpy<2.4"] if torch == "2.11" else [])]
         session.install(*packages, env={"UV_CACHE_DIR": str(cache_of(torch))})
         session.run("python", "-m", "pytest", "-q", "-m", "not slow", *TESTS, *session.posargs)
-        session.run("python", "-m", "bench.stack.kernels", env={"TRITON_INTERPRET": "0"})
+        session.run("python", "-m", "bench.kernels.oldest", env={"TRITON_INTERPRET": "0"})
     finally:
         shutil.rmtree(session.virtualenv.location, ignore_errors=True)

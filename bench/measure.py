@@ -70,45 +70,6 @@ def interleaved(
     return {name: failed.get(name) or Timing.of(sampler.samples) for name, sampler in samplers.items()}
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """The time of a call over that of a base: the median over `pairs`, its quartiles, and the medians of both in ms."""
-
-    ratio: float
-    low: float
-    high: float
-    ms: float
-    base_ms: float
-    pairs: int
-
-
-def paired(base: Call, call: Call, device: torch.device, seconds: float) -> Ratio:
-    """Time two calls one directly after the other, each first in every second pair, so that both meet the same clocks.
-
-    seconds  to spend on both together, within 2 MIN_SAMPLES and 2 MAX_SAMPLES pairs. Raises what a call raises.
-    """
-    host_s = device_s = 0.0
-    for _ in range(2):  # the first may compile
-        begin = time.perf_counter()
-        base()
-        call()
-        host_s = time.perf_counter() - begin
-        synchronise(device)
-        device_s = time.perf_counter() - begin
-    wanted = min(2 * MAX_SAMPLES, max(2 * MIN_SAMPLES, int(seconds / device_s)))
-    most = max(2, int(LONGEST_PAUSE_S / (1.5 * host_s))) if device.type == "cuda" else wanted  # that a pause can queue
-    found: list[tuple[float, float]] = []
-    while len(found) < wanted:
-        count = min(most, wanted - len(found))
-        orders = [(base, call) if (len(found) + n) % 2 == 0 else (call, base) for n in range(count)]
-        times = timed((one for order in orders for one in order), 2 * count, device, host_s / 2)
-        both = zip(orders, times[::2], times[1::2], strict=True)
-        found += [(x, y) if order[0] is base else (y, x) for order, x, y in both]
-    ratios = Timing.of([y / x for x, y in found])
-    ms, base_ms = (statistics.median(times) for times in ([y for _, y in found], [x for x, _ in found]))
-    return Ratio(ratios.ms, ratios.low, ratios.high, ms, base_ms, len(found))
-
-
 def timed(calls: Iterable[Call], count: int, device: torch.device, host_s: float) -> list[float]:
     """Milliseconds of each of `count` calls; what makes a call is not timed.
 

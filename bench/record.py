@@ -14,7 +14,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +24,13 @@ import torch
 
 from bench.machine import ROOT, environment, slug
 from data.atomic import write_atomically
+from recipe.wording import markdown_table
 
 RESULTS = ROOT / "bench" / "results"
 SOFTWARE = ("torch", "triton", "cuda")  # what must be equal for rows to be compared
 
 Row = dict[str, Any]
+Text = Callable[[Row], str]
 
 
 def measurement(command: Sequence[str], device: torch.device, packages: Sequence[str] = (), **sizes: object) -> Row:
@@ -92,6 +94,23 @@ def write_table(path: Path, table: str, *files: Path) -> None:
     write_atomically(path, f"{table}\n\n{source}\n\n{commands}\n\nRows: {rows}\n")
 
 
+def pivot(
+    rows: Iterable[Row], line: Text, column: Text, cell: Text, *, corner: str = "", columns: Sequence[str] = ()
+) -> str:
+    """A table with a line and a column for each value that rows have; empty where there is no row.
+
+    line, column, cell   texts of a row: the first cell of its line, its column's heading, and its cell
+    corner               the heading of the first column
+    columns              the headings in their order; default: the order in which rows first name them, as for lines
+    """
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cells.setdefault(line(row), {})[column(row)] = cell(row)
+    headings = list(columns) or list(dict.fromkeys(heading for line_cells in cells.values() for heading in line_cells))
+    lines = ([label, *(line_cells.get(heading, "") for heading in headings)] for label, line_cells in cells.items())
+    return markdown_table([corner, *headings], lines)
+
+
 def read(path: Path) -> list[Row]:
     """The rows of a result file, each with its measurement in full; none where there is no such file."""
     if not path.exists():
@@ -123,10 +142,6 @@ class Recorder:
     def key(self, row: Row) -> str:
         """The identity of a row as text."""
         return json.dumps([row.get(field) for field in self.identity])
-
-    def earlier(self, row: Row) -> Row | None:
-        """The row in the file that `row` would replace."""
-        return self.rows.get(self.key(row))
 
     def add(self, *rows: Row) -> None:
         """Write rows; they replace earlier ones of the same identity."""

@@ -1,22 +1,21 @@
 """Attention against its peers: forward, backward, memory and error over the sequence length.
 
     python -m bench.attention                        everything: about 22 minutes on an H200
-    python -m bench.attention --quick                1k, 4k and 16k tokens, causal: about four minutes
-    python -m bench.attention --quick --only flash flash-plain       the kernels of attention.path=plain beside auto's
-    python -m bench.attention --masks causal window documents alibi soft_cap sinks --dropout 0
-    python -m bench.attention --device cpu           small sizes, on a CPU
-    python -m bench.attention --only flash sdpa-cudnn --lengths 4096 --heads 128 --dropout 0.1
+    python -m bench.attention --masks causal --lengths 1024 4096 16384        about four minutes
+    python -m bench.attention --only flash flash-plain       the kernels of attention.path=plain beside auto's
+    python -m bench.attention --masks causal alibi alibi_formula fox --only flash flex --dropout 0      formulas
+    python -m bench.attention --device cpu --lengths 128 512 --heads 16       small sizes in fp32, on a CPU
 
-The length grows; the tokens of a batch and the hidden size stay the same. A sequence longer than the batch is a batch
-by itself. A forward pass counts as 4 B H T T D FLOPs, visible keys only, and a backward pass as 2.5 times as many.
-Memory is the peak of one forward and backward pass above its inputs, so it includes the output and the gradients.
+In bf16. The length grows; the tokens of a batch and the hidden size stay the same. A sequence longer than the batch is
+a batch by itself. A forward pass counts as 4 B H T T D FLOPs, visible keys only, and a backward pass as 2.5 times as
+many. Memory is the peak of one forward and backward pass above its inputs, so it includes the output and the gradients.
 Errors are relative, ||x - x_fp32|| / ||x_fp32||, for the first head of the first sequence. A row names the kernels that
 ran (`path`) and gives the time of the first forward and backward pass, compilation included. Running out of memory is
 a result.
 
 Rows go to bench/results/attention-<device>.json after each problem, and tables beside it at the end. A new measurement
 replaces the earlier one of the same problem, so the work can be split: --masks causal, then --masks full. With --only,
---dtype or other sizes, results go to attention-selection-<device>.json, or to the file of --name.
+results go to attention-selection-<device>.json, or to the file of --name.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import torch
@@ -33,34 +32,33 @@ from rich.console import Console
 from attention import AttentionConfig, build_attention
 from bench.attention.cells import describe, measure
 from bench.attention.peers import PACKAGES, PATHS, VARIANTS, Problem, candidates
-from bench.attention.views import reasons, tables
 from bench.machine import device_name, require_gpu
 from bench.measure import release
-from bench.record import Recorder, command_line, command_of, measurement, read, result_file, write_table
+from bench.record import Recorder, Row, command_line, command_of, measurement, pivot, read, result_file, write_table
 from recipe.errors import sentence_of
+from recipe.wording import short_length
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-QUICK_LENGTHS = (1024, 4096, 16384)
 HEAD_SIZES = (64, 128)
 DROPOUTS = (0.0, 0.1)
 MASKS = ("causal", "full")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# The size of the work; smaller on a CPU.
-TOKENS, HIDDEN = {"cuda": 16384, "cpu": 1024}, {"cuda": 2048, "cpu": 256}
+# The size of the work: tokens of a batch, channels of all heads together, and the dtype.
+SIZES = {"cuda": (16384, 2048, torch.bfloat16), "cpu": (64, 16, torch.float32)}
 IDENTITY = ("head_size", "variant", "dropout", "length", "name")
 
 
 def problems(args: argparse.Namespace) -> Iterator[Problem]:
     """Every requested combination, each series from short to long."""
+    tokens, hidden, dtype = SIZES[args.device]
     for head_size, dropout, variant, length in product(args.heads, args.dropout, args.masks, sorted(args.lengths)):
         yield Problem(
-            B=max(1, args.tokens // length),
-            H=max(1, args.hidden // head_size),
+            B=max(1, tokens // length),
+            H=max(1, hidden // head_size),
             T=length,
             D=head_size,
             variant=variant,
             dropout=dropout,
-            dtype=DTYPES[args.dtype],
+            dtype=dtype,
             device=torch.device(args.device),
         )
 
@@ -83,25 +81,21 @@ def rate(text: str) -> float:
 def argument_parser() -> argparse.ArgumentParser:
     """The command line's arguments."""
     parser = command_line("bench.attention", __doc__, "attention")
-    parser.add_argument("--lengths", nargs="+", type=positive, metavar="T", help=f"tokens of a sequence: {LENGTHS}")
-    parser.add_argument("--heads", nargs="+", type=positive, metavar="D", help=f"channels of a head: {HEAD_SIZES}")
-    parser.add_argument("--dropout", nargs="+", type=rate, metavar="P", help=f"default {DROPOUTS}")
     parser.add_argument(
-        "--masks", nargs="+", choices=VARIANTS, metavar="MASK", help=f"default {MASKS}, of {', '.join(VARIANTS)}"
+        "--lengths", nargs="+", default=LENGTHS, type=positive, metavar="T", help="tokens of a sequence"
     )
+    parser.add_argument("--heads", nargs="+", default=HEAD_SIZES, type=positive, metavar="D", help="channels of a head")
+    parser.add_argument("--dropout", nargs="+", default=DROPOUTS, type=rate, metavar="P")
+    parser.add_argument("--masks", nargs="+", default=MASKS, choices=VARIANTS, help="masks and scores")
     known = list(dict.fromkeys([*candidates(), *PACKAGES]))
     parser.add_argument("--only", nargs="+", choices=known, metavar="NAME", help=f"some of {', '.join(known)}")
-    parser.add_argument("--quick", action="store_true", help=f"lengths {QUICK_LENGTHS} and the causal mask alone")
-    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tokens", type=positive, help=f"of a batch: {TOKENS}")
-    parser.add_argument("--hidden", type=positive, help=f"size, all heads together: {HIDDEN}")
+    parser.add_argument("--device", default="cuda", choices=SIZES)
     parser.add_argument("--seconds", type=float, default=0.1, help="of timing for each implementation and pass")
     return parser
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with the defaults that depend on the device."""
+    """The command line, with the candidates of this machine."""
     parser = argument_parser()
     args = parser.parse_args(arguments)
     args.command = command_of(parser, arguments)
@@ -111,16 +105,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in set(args.only or ()) - set(names):
         peer = PACKAGES[name]
         parser.error(f"--only {name}: {peer.label} is not installed here; pip install {peer.package}")
-    selection = args.dtype != "bf16" or any(x is not None for x in (args.only, args.tokens, args.hidden))
-    if selection and args.name == "attention":
+    if args.only and args.name == "attention":
         args.name = "attention-selection"
-    args.lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
-    args.heads = args.heads or HEAD_SIZES
-    args.dropout = DROPOUTS if args.dropout is None else args.dropout
-    args.masks = args.masks or (MASKS[:1] if args.quick else MASKS)
     args.only = args.only or [name for name in names if name not in PATHS]
-    args.tokens = args.tokens or TOKENS[args.device]
-    args.hidden = args.hidden or HIDDEN[args.device]
     return args
 
 
@@ -129,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)  # tables in a file keep their full width
     device = torch.device(args.device)
-    sizes = {"tokens": args.tokens, "hidden": args.hidden, "dtype": str(DTYPES[args.dtype]).removeprefix("torch.")}
+    tokens, hidden, dtype = SIZES[args.device]
+    sizes = {"tokens": tokens, "hidden": hidden, "dtype": str(dtype).removeprefix("torch.")}
     now = measurement(args.command, device, [peer.package for peer in PACKAGES.values()], **sizes)
     path = result_file(args.name, device_name(device), args.results)
     begin = time.monotonic()
@@ -161,6 +149,50 @@ def measure_all(args: argparse.Namespace, recorder: Recorder, console: Console) 
                 console.print(line, highlight=False)
             recorder.replace(describe(problem), measure(problem, chosen, args.seconds))
             release(problem.device)
+
+
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """The end of a result's name -> its table: flash beside the fastest peer, and each one's speed."""
+    ordered = sorted(rows, key=lambda row: (row["head_size"], row["variant"], row["dropout"], row["length"]))
+    columns = [short_length(length) for length in sorted({row["length"] for row in rows})]
+    flash = [row for row in ordered if row["name"] == "flash"]
+
+    def table(rows: Sequence[Row], line: Callable[[Row], str], cell: Callable[[Row], str]) -> str:
+        return pivot(rows, line, lambda row: short_length(row["length"]), cell, corner="TFLOP/s", columns=columns)
+
+    return {
+        "": table(flash, series, beside_fastest),
+        "-peers": table(ordered, lambda row: f"{series(row)}, {row['label']}", speed),
+    }
+
+
+def series(row: Row) -> str:
+    """The head size, mask and dropout of a row: head size 64, full, dropout 0.1."""
+    mask = [] if row["variant"] == "causal" else [row["variant"]]
+    dropout = [f"dropout {row['dropout']:g}"] if row["dropout"] else []
+    return ", ".join([f"head size {row['head_size']}", *mask, *dropout])
+
+
+def speed(row: Row) -> str:
+    """TFLOP/s of both passes: two digits, or all before the point; or the reason why there are none."""
+    if row["status"] != "measured":
+        return str(row["status"])
+    values = (row[direction]["tflops"] for direction in ("forward", "backward"))
+    return "/".join(f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in values)
+
+
+def beside_fastest(row: Row) -> str:
+    """The speed, and its ratio to that of the fastest peer of the same measurement."""
+    if "of_fastest_peer" not in row.get("backward", {}):
+        return speed(row)
+    ratios = "/".join(f"{row[direction]['of_fastest_peer']:.2f}" for direction in ("forward", "backward"))
+    return f"{speed(row)} ({ratios})"
+
+
+def reasons(rows: Sequence[Row]) -> Iterator[str]:
+    """Each reason for cells without a measurement once."""
+    for label, message in dict.fromkeys((row["label"], row["message"]) for row in rows if "message" in row):
+        yield f"{label}: {message}"
 
 
 if __name__ == "__main__":

@@ -96,11 +96,10 @@ def reference(problem: Problem, inputs: Sequence[Tensor], dout: Tensor) -> list[
     attend = build_attention(AttentionConfig("naive", dropout=problem.dropout))
     try:
         q, k, v = (x.detach()[:1, :1].float().requires_grad_() for x in inputs[:3])
-        slopes = alibi_slopes(problem.H, problem.device)[:1] if problem.score.alibi else None
-        sinks = inputs[3].detach()[:1] if problem.score.sinks else None
-        out = attend(
-            q, k, v, score=problem.score, layout=problem.layout(1), slopes=slopes, sinks=sinks, dropout_key=KEY
-        ).out  # fmt: skip
+        per_head = {name: x[:1] for name, x in problem.per_head().items()}
+        if problem.score.alibi:
+            per_head["slopes"] = alibi_slopes(problem.H, problem.device)[:1]
+        out = attend(q, k, v, score=problem.score, layout=problem.layout(1), dropout_key=KEY, tensors=per_head).out
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout[:1, :1].float())]
     except torch.OutOfMemoryError:
         return None

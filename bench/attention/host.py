@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention
 from bench.machine import device_name, require_gpu
-from bench.markdown import table
 from bench.record import Recorder, command_line, command_of, measurement, read, result_file, write_table
+from recipe.wording import markdown_table as table
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 B, H, T, D = 1, 8, 256, 64

@@ -26,6 +26,7 @@ from attention import (
     documents,
 )
 from attention.score import visible_pairs
+from attention.scores.alibi import alibi_slopes
 
 KEY = DropoutKey(seed=1337, step=1, layer=0, first_sequence=0)
 
@@ -38,10 +39,15 @@ VARIANTS = {
     "alibi": Score(alibi=True),
     "soft_cap": Score(soft_cap=50.0),
     "sinks": Score(sinks=True),
+    "temperature": Score(formula="a[h] * s"),
+    "soft_cap_formula": Score(formula="50 * tanh(s / 50)"),
+    "alibi_formula": Score(formula="s - slope[h] * (i - j)"),
+    "fox": Score(formula="s + c[h, i] - c[h, j]"),  # Forgetting Transformer
+    "distances": Score(formula="s + bias[h, min(i - j, 127)]"),
 }
 
 PATHS = {f"flash-{path}": path for path in (KernelPath.plain, KernelPath.hopper)}  # take part only where named
-Attend = Callable[..., Tensor]  # q, k, v and, with sinks, these, to out
+Attend = Callable[..., Tensor]  # q, k, v and the tensors of Problem.per_head, in their order, to out
 
 
 @dataclass(frozen=True)
@@ -77,17 +83,33 @@ class Problem:
         starts = torch.arange(self.T, dtype=torch.int32, device=self.device) // DOCUMENT * DOCUMENT
         return documents(starts.expand(sequences, -1).contiguous())
 
+    def per_head(self) -> dict[str, Tensor]:
+        """The further tensors of the score by name, fp32, heads first: sinks, or those that a formula names.
+
+        Forget gates have half-lives from 1 to 300 tokens, from head to head.
+        """
+        half_lives = torch.logspace(0, math.log10(300), self.H)[:, None]
+        generator = torch.Generator().manual_seed(0)
+        gates = math.log(2) / half_lives * 2 * torch.rand(self.H, self.T, generator=generator)
+        tensors = {
+            "sinks": {"sinks": torch.zeros(self.H)},
+            "temperature": {"a": torch.ones(self.H)},
+            "alibi_formula": {"slope": alibi_slopes(self.H)},
+            "fox": {"c": -gates.cumsum(-1)},
+            "distances": {"bias": torch.randn(self.H, 128, generator=generator)},
+        }
+        return {name: x.to(self.device) for name, x in tensors.get(self.variant, {}).items()}
+
     def tensors(self) -> tuple[list[Tensor], Tensor]:
-        """q, k and v, (B, H, T, D), with sinks also (H,) fp32, and the gradient of out. All but the sinks are views of
-        tensors (B, T, H, D), as in a model."""
+        """q, k and v, (B, H, T, D), then those of `per_head`, and the gradient of out. q, k and v are views of tensors
+        (B, T, H, D), as in a model."""
         generator = torch.Generator(self.device).manual_seed(0)
         shape = (self.B, self.T, self.H, self.D)
         q, k, v, dout = (
             torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device).transpose(1, 2)
             for _ in range(4)
         )
-        sinks = [torch.zeros(self.H, device=self.device)] if self.score.sinks else []
-        return [x.requires_grad_() for x in (q, k, v, *sinks)], dout
+        return [x.requires_grad_() for x in (q, k, v, *self.per_head().values())], dout
 
     def flops(self) -> tuple[float, float]:
         """Floating-point operations of a forward pass with two matrix products and of a backward pass with five.
@@ -144,8 +166,9 @@ def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
         attend = build_attention(replace(config, dropout=problem.dropout, rng=rng))
         score, layout, key = problem.score, problem.layout(problem.B), problem.dropout_key
         attend.check(attention_shape(problem))
-        return lambda q, k, v, sinks=None: attend(
-            q, k, v, score=score, layout=layout, sinks=sinks, dropout_key=key
+        names = list(problem.per_head())
+        return lambda q, k, v, *further: attend(
+            q, k, v, score=score, layout=layout, dropout_key=key, tensors=dict(zip(names, further, strict=True))
         ).out  # fmt: skip
 
     return build

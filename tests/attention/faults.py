@@ -30,7 +30,6 @@ from attention import AttentionConfig, AttentionShape, DropoutKey, build_attenti
 from attention.check.cli import check
 from attention.check.printing import Report
 from attention.check.subject import ours
-from bench.markdown import table
 from bench.record import Recorder, measurement, read, result_file, write_table
 from data.batches import Batch
 from model.gpt import GPT
@@ -38,6 +37,7 @@ from model.options import GPTConfig
 from model.score import ScoreConfig
 from recipe.training.parity import beyond_rounding, wrong_alone
 from recipe.training.parity_probe import ParityConfig, ParityProbe
+from recipe.wording import markdown_table as table
 from tests import right_attention, wrong_attention
 from tests.right_attention import ALLOWED, RIGHT
 from tests.wrong_attention import FAULTS, Fault

@@ -26,8 +26,8 @@ import torch
 from attention.check.cli import check
 from attention.check.named import NAMED
 from attention.check.printing import Report
-from bench.markdown import table
 from bench.record import Recorder, measurement, read, result_file, write_table
+from recipe.wording import markdown_table as table
 from tests.attention.faults import prepare, say
 from tests.wrong_attention.published import GITHUB, PUBLISHED
 

@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bench.attention import formulas
 from bench.attention.__main__ import main as attention
+from bench.attention.host import main as host
 from bench.machine import ROOT, environment, slug
-from bench.measure import MIN_SAMPLES, Timing, interleaved, paired
+from bench.measure import MIN_SAMPLES, Timing, interleaved
 from bench.record import RESULTS
-from bench.several_gpus.__main__ import main as several_gpus
-from bench.train_step.__main__ import main as train_step
+from bench.several_gpus import main as several_gpus
+from bench.train_step import main as train_step
 
 CPU = torch.device("cpu")
 
@@ -40,22 +40,6 @@ def test_no_candidate_is_always_timed_after_the_same_one():
     timed = order[8:]
     for name in "abcd":
         assert len({x for x, y in pairwise(timed) if x != y == name}) > 1
-
-
-def test_a_pair_is_timed_one_directly_after_the_other_each_first_in_turn():
-    order: list[str] = []
-
-    def call(name: str, seconds: float) -> None:
-        order.append(name)
-        time.sleep(seconds)
-
-    found = paired(partial(call, "a", 0.002), partial(call, "b", 0.006), CPU, seconds=0.08)
-    pairs = ["".join(pair) for pair in zip(order[4::2], order[5::2], strict=True)]  # after those that decide how often
-    assert pairs == [("ab", "ba")[n % 2] for n in range(found.pairs)]
-    assert found.pairs >= 6
-    assert found.low <= found.ratio <= found.high
-    assert found.ratio > 1.2
-    assert 2 <= found.base_ms < found.ms
 
 
 def test_preparation_is_not_timed():
@@ -99,7 +83,7 @@ def test_devices_become_file_names(device, name):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("main", [formulas.main, attention, several_gpus, train_step])
+@pytest.mark.parametrize("main", [attention, host, several_gpus, train_step])
 def test_without_a_gpu_a_benchmark_says_so_once_and_leaves_nothing(main, capsys):
     before = sorted(RESULTS.iterdir())
     with pytest.raises(SystemExit, match="2"):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench.machine import ROOT
-from bench.markdown import pivot, table
-from bench.record import RESULTS
+from bench.record import RESULTS, pivot
 from bench.tables import PLACE, REFERENCE, TableError, main, pages
+from recipe.wording import markdown_table
 
 RESULT = "| ms |\n| --- |\n| 1 |\n\nGPU, 2026-11-21\n\n- `python -m bench.some`\n"
 
@@ -75,4 +75,4 @@ def test_a_pivot_has_a_gap_where_nothing_was_measured():
 
 
 def test_empty_cells_side_by_side_stay_cells():
-    assert table(["", "x", "y", "z"], [["a", "", "", ""]]).splitlines()[2] == "| a | | | |"
+    assert markdown_table(["", "x", "y", "z"], [["a", "", "", ""]]).splitlines()[2] == "| a | | | |"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.train_step import nanogpt
+from bench import nanogpt
 
 MODEL = """
 from dataclasses import dataclass

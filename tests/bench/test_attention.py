@@ -13,10 +13,10 @@ import bench.attention.__main__
 from attention import UnsupportedAttention
 from bench.attention.__main__ import main
 from bench.attention.cells import with_ratios
-from bench.attention.peers import Candidate, Problem, candidates, from_package, installed
+from bench.attention.peers import VARIANTS, Candidate, Problem, candidates, from_package, installed
 from bench.record import read
 
-SIZES = {"device": "cpu", "dtype": "fp32", "tokens": 64, "hidden": 16, "heads": 8, "masks": "causal", "seconds": 0.001}
+SIZES = {"device": "cpu", "heads": 8, "masks": "causal", "seconds": 0.001}
 SMALL = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
 CPU = torch.device("cpu")
 
@@ -104,9 +104,6 @@ def test_measuring_again_replaces_the_problem_and_leaves_the_others(tmp_path, ca
     assert [(row["length"], row["name"]) for row in again] == [(64, "naive"), (64, "sdpa-math"), (32, "naive")]
     assert again[:2] == first[2:]
     assert "2/2: causal, head size 8, dropout 0, 64 tokens" in capsys.readouterr().out  # of the first call
-    other = run(tmp_path, "--lengths", "32", "--dropout", "0", "--only", "naive", "--tokens", "32")
-    assert len(other) == 1
-    assert "has results of other software or sizes" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_wrong_implementation_shows_in_its_error_and_a_greedy_one_is_a_result(tmp_path, monkeypatch, capsys):
@@ -160,13 +157,23 @@ def test_flops_count_visible_keys_alone():
 
 @pytest.mark.slow
 def test_every_variant_is_compared_with_its_formula(tmp_path):
-    variants = ["--masks", "window", "documents", "alibi", "soft_cap", "sinks", "--dropout", "0.1"]
+    variants = ["--masks", *VARIANTS, "--dropout", "0.1"]
     rows = run(tmp_path, "--lengths", "32", "--only", "naive", "tiled", "flex", *variants)
+    assert {row["variant"] for row in rows} == set(VARIANTS)
     for row in rows:
         if row["name"] == "flex":
             assert row["status"] == "refused"
         else:
             assert max(row["error"].values()) < 1e-5
+
+
+@pytest.mark.parametrize(("option", "formula"), [("alibi", "alibi_formula"), ("soft_cap", "soft_cap_formula")])
+def test_an_option_and_its_formula_are_the_same_problem(option, formula):
+    def output(variant: str) -> torch.Tensor:
+        problem = Problem(B=2, H=3, T=16, D=8, variant=variant, dropout=0.0, dtype=torch.float32, device=CPU)
+        return candidates()["naive"].build(problem)(*problem.tensors()[0])
+
+    assert torch.allclose(output(option), output(formula), atol=1e-6)
 
 
 def test_ratios_are_to_the_fastest_of_the_others():
@@ -201,7 +208,7 @@ def test_a_package_is_called_in_its_layout_and_refuses_dropout_that_it_lacks(tmp
         from_package("stand_in_for_flash_attn", has_dropout=False)(Problem(**(vars(problem) | {"dropout": 0.1})))
 
 
-@pytest.mark.parametrize(("argument", "value"), [("--lengths", "0"), ("--tokens", "x"), ("--dropout", "1.5")])
+@pytest.mark.parametrize(("argument", "value"), [("--lengths", "0"), ("--heads", "x"), ("--dropout", "1.5")])
 def test_nonsense_is_refused_with_the_arguments_name(argument, value, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([argument, value])
@@ -211,9 +218,9 @@ def test_nonsense_is_refused_with_the_arguments_name(argument, value, capsys):
 def test_selections_do_not_overwrite_the_whole_result():
     names = [
         bench.attention.__main__.parse(["--device", "cpu", *more]).name
-        for more in ([], ["--quick"], ["--only", "flash"], ["--tokens", "64"], ["--only", "flash", "--name", "mine"])
+        for more in ([], ["--only", "flash"], ["--only", "flash", "--name", "mine"])
     ]
-    assert names == ["attention", "attention", "attention-selection", "attention-selection", "mine"]
+    assert names == ["attention", "attention-selection", "mine"]
 
 
 def test_a_row_names_the_kernels_that_ran_and_times_the_first_call(rows):

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
+from bench.nanogpt import SHAPES
 from bench.record import Recorder, Row, read
-from bench.train_step.__main__ import main, measure_all, overrides
-from bench.train_step.nanogpt import SHAPES
-from bench.train_step.views import ATTENTIONS, IDENTITY, column, table
+from bench.train_step import ATTENTIONS, IDENTITY, column, main, measure_all, overrides, table
 from recipe.run import compose
 
 
 def row(attention: str, shape: str = "32x1024", dropout: float = 0.0, speed: float = 600_000, **other: Any) -> Row:
     measured: Row = {"status": "completed", "message": None, "tokens_per_s": speed, "peak_allocated_gib": 11.0}
-    cell = {"attention": attention, "shape": shape, "dropout": dropout, "recompute": "none", "extra": []}
+    cell = {"attention": attention, "shape": shape, "dropout": dropout, "extra": []}
     return cell | measured | {"mfu_causal": 0.5} | other
 
 
@@ -23,10 +22,10 @@ def row(attention: str, shape: str = "32x1024", dropout: float = 0.0, speed: flo
 def test_every_cell_is_a_command_that_train_accepts(attention):
     for number, shape in enumerate(SHAPES):
         dropout = 0.1 * (number % 2)
-        config = compose.to_config(compose.composed(overrides(attention, shape, dropout, "block", 60)))
+        config = compose.to_config(compose.composed(overrides(attention, shape, dropout, 60)))
         assert config.training.batch_size * config.seq_len == 32_768
         assert (config.attention.name, config.attention.dropout) == (attention, dropout)
-        assert (config.training.steps, config.training.recompute.value) == (60, "block")
+        assert config.training.steps == 60
 
 
 def test_the_table_has_each_kind_of_step_beside_nanogpts_of_the_same_shape_and_rate() -> None:
@@ -36,13 +35,13 @@ def test_the_table_has_each_kind_of_step_beside_nanogpts_of_the_same_shape_and_r
     ]  # fmt: skip
     steps = [
         row("sdpa", "4x8192", status="out_of_memory"), row("flash", dropout=0.1, speed=1.0), row("flash"),
-        row("flash", extra=["training.compile=false"], speed=610_400), row("flash", speed=1e6, gpus=2),
+        row("flash", extra=["training.compile=false"], speed=610_400),
     ]  # fmt: skip
     assert table(steps, theirs, 0.0).splitlines() == [
-        "| dropout 0: thousand tokens/s (GiB) | nanoGPT | flash | flash compile=false | flash on 2 GPUs | sdpa |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| 32 x 1,024 | 500 (21.9) | 600 (11.0) | 610 (11.0) | 1,000 (11.0) | |",
-        "| 4 x 8,192 | | | | | out of memory |",
+        "| dropout 0: thousand tokens/s (GiB) | nanoGPT | flash | flash compile=false | sdpa |",
+        "| --- | --- | --- | --- | --- |",
+        "| 32 x 1,024 | 500 (21.9) | 600 (11.0) | 610 (11.0) | |",
+        "| 4 x 8,192 | | | | out of memory |",
     ]
 
 

@@ -1,8 +1,8 @@
 """nanoGPT's benchmark, for the column next to ours in bench.train_step.
 
     git clone https://github.com/karpathy/nanoGPT
-    python -m bench.train_step.nanogpt nanoGPT                              ten cells, about ten minutes on an H200
-    python -m bench.train_step.nanogpt nanoGPT --shapes 32x1024 --dropout 0   one of them; the others stay
+    python -m bench.nanogpt nanoGPT                              ten cells, about ten minutes on an H200
+    python -m bench.nanogpt nanoGPT --shapes 32x1024 --dropout 0   one of them; the others stay
 
 Each cell runs the checkout's bench.py in a separate process, with random tokens, torch.compile and bf16, at GPT-2's
 124M parameters: 10 warm-up steps, then the mean of 20. It loads no data, clips no gradients and logs nothing.
@@ -67,7 +67,7 @@ def batch_and_length(text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the cells that were asked for, printing each. Returns 1 if one failed."""
-    parser = command_line("bench.train_step.nanogpt", __doc__, "nanogpt")
+    parser = command_line("bench.nanogpt", __doc__, "nanogpt")
     parser.add_argument("checkout", type=Path, help="folder of a nanoGPT checkout")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, type=batch_and_length, metavar="BATCHxSEQ_LEN")
     parser.add_argument("--dropout", nargs="+", default=DROPOUTS, type=rate, metavar="P")

@@ -1,6 +1,6 @@
 """Compiles attention's kernels for GPUs, which this machine need not have, and prints a JSON line for each GPU.
 
-TRITON_INTERPRET=0 python -m bench.stack.kernels sm_80 sm_90a
+TRITON_INTERPRET=0 python -m bench.kernels.oldest sm_80 sm_90a
 
     {"gpu": "sm_80", "kernels": 7, "refusal": null}
 

@@ -1,1 +1,0 @@
-"""Training steps on several GPUs."""

@@ -1,1 +1,0 @@
-"""The kernels with every supported release of Triton."""

@@ -1,1 +1,0 @@
-"""Whole training steps: their speed and memory beside nanoGPT's."""
