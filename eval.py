@@ -137,6 +137,8 @@ def corpus_config(overrides: list[str]) -> DataConfig:
             "data=chat has no text to measure, and train.py measures the loss of its answers (val/loss); name a text."
         )
     check_data(data)
+    if data.mixture:
+        raise ConfigError(f"data.path={data.path} names several texts, and one is measured; name one.")
     if data.name in TASKS:
         raise ConfigError(
             f"data={data.name} is a task, whose accuracy train.py measures (probes=[{data.name}]); name a text."

@@ -111,6 +111,10 @@ class GlobalBatch:
         """The number of this rank's first sequence in a micro-step; its others follow."""
         return (micro_step * self.ranks + self.rank) * self.batch_size
 
+    def numbers(self, step: int, micro_step: int) -> np.ndarray:
+        """The numbers of this rank's sequences in a micro-step, counted over the run: (B,) int64."""
+        return step * self.sequences + self.first_sequence(micro_step) + np.arange(self.batch_size)
+
 
 class Source(Protocol):
     """The training batches of one rank, from a text, conversations or a task."""
@@ -153,10 +157,12 @@ class Batches:
 
     def starts(self, step: int, micro_step: int = 0) -> np.ndarray:
         """The first token of each window of the micro-batch: (B,) int64."""
-        cut = self.global_batch
-        sequence = step * cut.sequences + cut.first_sequence(micro_step) + np.arange(cut.batch_size)
-        epochs, places = np.divmod(sequence, self.n_windows)
-        starts = np.empty(cut.batch_size, np.int64)
+        return self.starts_of(self.global_batch.numbers(step, micro_step))
+
+    def starts_of(self, sequences: np.ndarray) -> np.ndarray:
+        """The first token of the windows of sequences, which are numbered over the run: both (n,) int64."""
+        epochs, places = np.divmod(sequences, self.n_windows)
+        starts = np.empty(len(sequences), np.int64)
         for epoch in np.unique(epochs):
             offset, order = self._epoch(int(epoch))
             of_epoch = epochs == epoch
@@ -165,7 +171,11 @@ class Batches:
 
     def stored(self, step: int, micro_step: int = 0) -> Stored:
         """The micro-batch as it is stored."""
-        starts = self.starts(step, micro_step)
+        return self.stored_of(self.global_batch.numbers(step, micro_step))
+
+    def stored_of(self, sequences: np.ndarray) -> Stored:
+        """Sequences by their numbers."""
+        starts = self.starts_of(sequences)
         return Stored(self.windows[starts], document_starts=document_starts(self.documents, starts, self.seq_len))
 
     def batch(self, step: int, micro_step: int = 0) -> Batch:

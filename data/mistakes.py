@@ -16,6 +16,7 @@ from data.tokenizers import NAMES
 # The corpora that read an option, for options that not all corpora read.
 READERS = {
     "path": ("text", "chat"),
+    "weights": ("text",),
     "max_tokens": tuple(name for name in CORPORA if name != CHAT),
     "text_field": ("text", *HUB_CORPORA),
     "hub": HUB_CORPORA,
@@ -43,6 +44,7 @@ def data_mistakes(config: DataConfig) -> Iterator[str]:
                 f"data.{option.name}={value} has no effect with data={config.name}; "
                 f"leave it out or choose data={' or '.join(readers)}."
             )
+    yield from mixture_mistakes(config)
     if config.tokenizer not in NAMES:
         try:
             read(Path(config.tokenizer))
@@ -68,3 +70,18 @@ def data_mistakes(config: DataConfig) -> Iterator[str]:
         yield f"data.max_tokens={config.max_tokens} must be positive, or null for the whole corpus."
     if config.bpe_vocab_size < 257:
         yield f"data.bpe_vocab_size={config.bpe_vocab_size} must be 257 or more: 256 bytes and end-of-text."
+
+
+def mixture_mistakes(config: DataConfig) -> Iterator[str]:
+    """A sentence for each mistake in several paths and their weights."""
+    paths, weights = config.path, config.weights
+    if not isinstance(paths, list):
+        if weights is not None:
+            yield f"data.weights={weights} has no effect on one text; name several, such as data.path=[a,b]."
+        return
+    if config.name != "text" or len(set(paths)) < max(2, len(paths)):
+        yield f"data.path={paths} must be two or more different texts, with data=text; name one, or others."
+    if weights is not None and (len(weights) != len(paths) or min(weights) < 1):
+        yield f"data.weights={weights} must have a whole number above 0 for each of data.path={paths}."
+    if config.tokenizer == "bpe":
+        yield "data.tokenizer=bpe learns its tokens from one text; with several, use bytes, gpt2 or a tokenizer.json."

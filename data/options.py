@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 
 class Documents(Enum):
@@ -33,7 +34,9 @@ class DataConfig:
     """The options under `data.*`.
 
     name            a corpus in the registry (data/corpora.py)
-    path            a file or folder of .txt, .jsonl, .parquet, .bin (data=text); a .jsonl of conversations (data=chat)
+    path            a file or folder of .txt, .jsonl, .parquet, .bin (data=text), or several, [a,b]; a .jsonl of
+                    conversations (data=chat)
+    weights         of several paths: how many sequences of each follow one another, such as [3,1]; null: one of each
     tokenizer       bytes, gpt2, bpe, or a tokenizer.json of Hugging Face's tokenizers
     bpe_vocab_size  tokens that tokenizer=bpe learns at most, end-of-text included
     max_tokens      tokens to prepare, training and validation together; null for all
@@ -46,7 +49,7 @@ class DataConfig:
     """
 
     name: str = "stdlib"
-    path: str | None = None
+    path: Any = None
     tokenizer: str = "bytes"
     bpe_vocab_size: int = 4096
     max_tokens: int | None = None
@@ -56,3 +59,18 @@ class DataConfig:
     hub_rows: HubRows = field(default_factory=HubRows)
     text_field: str = "text"
     documents: Documents = Documents.ignore
+    weights: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.path is not None and not isinstance(self.path, list):
+            self.path = str(self.path)
+
+    def texts(self) -> list[DataConfig]:
+        """A configuration for each of several paths; else this one."""
+        return [replace(self, path=path, weights=None) for path in self.mixture] or [self]
+
+    @property
+    def mixture(self) -> dict[str, int]:
+        """The weight of each of several paths; empty where there is one."""
+        paths = [str(path) for path in self.path] if isinstance(self.path, list) else []
+        return dict(zip(paths, self.weights or [1] * len(paths), strict=True))

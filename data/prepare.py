@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ def prepare(config: DataConfig, announce_wait: bool = True) -> PreparedData:
     Raises DataError for an unusable configuration, source or disk.
     """
     check_data(config)
+    if config.mixture:
+        parts = {text.path: prepare(text, announce_wait) for text in config.texts()}
+        return replace(next(iter(parts.values())), parts=parts)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     corpus = CORPORA[config.name](config)
     if announce_wait:

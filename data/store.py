@@ -52,7 +52,10 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The tokens for training. `manifest["identity"]` is equal for equal tokens, wherever they were prepared."""
+    """The tokens for training. `manifest["identity"]` is equal for equal tokens, wherever they were prepared.
+
+    parts  of several corpora: the tokens of each, by its path; the other fields are the first one's
+    """
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -60,16 +63,20 @@ class PreparedData:
     val: TokenFile
     manifest: dict[str, Any]
     folder: Path
+    parts: dict[str, PreparedData] = field(default_factory=dict)
 
     @property
     def identity(self) -> str:
         """Equal for equal tokens."""
+        if self.parts:
+            return digest([part.identity for part in self.parts.values()])
         return self.manifest["identity"]
 
     @property
     def notes(self) -> list[str]:
         """Sentences on what is amiss with the text."""
-        return self.manifest["notes"]
+        of_parts = [f"{path}: {note}" for path, part in self.parts.items() for note in part.notes]
+        return of_parts if self.parts else self.manifest["notes"]
 
 
 class TokenWriter:

@@ -17,7 +17,7 @@ from recipe.compare.notes import notes_on
 from recipe.compare.parity import judge
 from recipe.compare.runs import Run, RunSet
 from recipe.compare.sweeps import Sweep, labels_of, sweeps_of
-from recipe.compare.tables import Table, ablation_table, cell_table, parity_table, run_table, runs_csv
+from recipe.compare.tables import Table, ablation_table, cell_table, corpora_table, parity_table, run_table, runs_csv
 from recipe.compare.verdict import Outcome, Verdict, outcome_of
 from recipe.drawing import Chart, render_png, render_svg
 from recipe.files import number
@@ -124,6 +124,7 @@ def _section(
     verdicts_here = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
     model, data = (_all_of(str(run.option(f"{part}.name", part)) for run in sweep.runs) for part in ("model", "data"))
     tables = parity_table(verdicts_here, reference), cell_table(sweep), ablation_table(sweep.runs)
+    tables = *tables, corpora_table(sweep.runs)
     return Section(
         prefix,
         f"{model} on {data}{f', {settings}' if settings else ''}",

@@ -19,6 +19,7 @@ from recipe.wording import duration, memory_unit, percent, size, times
 
 DASH = "-"
 EQUAL = "equal bit for bit"
+CORPUS = "val/loss/"  # and a name: of several corpora
 Names = Mapping[str, str]
 
 
@@ -176,6 +177,14 @@ def ablation_table(runs: Sequence[Run]) -> Table | None:
     columns = ["left out", "dtype", "first wrong tile", "row", "output", "largest finite error"]
     caption = "Tiles are (block of queries, block of keys) in the order visited; rows are counted over the sequence."
     return table("ablation", "Where the output goes wrong", columns, dict.fromkeys(rows), caption) if rows else None
+
+
+def corpora_table(runs: Sequence[Run]) -> Table | None:
+    """The validation loss of each corpus, where runs mix several; None where none does."""
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics if name.startswith(CORPUS)))
+    rows = [[run.name, *(loss(run.final(name)) for name in names)] for run in runs]
+    columns = ["run", *(name.removeprefix(CORPUS) for name in names)]
+    return table("corpora", "Validation loss of each corpus", columns, rows) if names else None
 
 
 def run_table(runs: Sequence[Run], labels: Names, places: Names, subject: str = "implementation") -> Table:

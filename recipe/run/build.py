@@ -17,6 +17,7 @@ from torch import Tensor
 from attention import AttentionShape, DropoutRng, build_attention
 from data.batches import Batch, Batches, Source, check_window, eval_batches
 from data.chat import ChatTemplate
+from data.mixing import MixedBatches
 from data.options import Documents
 from data.packing import ChatBatches, PackedRows, chat_windows
 from data.store import PreparedData
@@ -171,6 +172,10 @@ def build_batches(config: Config, data: Data, trainer: Trainer) -> tuple[Source,
         val = PackedRows(data.val, T, end, path, first)
         windows = chat_windows(val, training.batch_size, training.eval_batches)
         return ChatBatches(train, trainer.global_batch, config.seed), windows
+    if data.parts:
+        of_texts: list[Any] = [build_batches(config, part, trainer) for part in data.parts.values()]
+        mixed = MixedBatches([source for source, _ in of_texts], list(config.data.mixture.values()))
+        return mixed, [window for _, windows in of_texts for window in windows]
     if documents and len(data.train.documents) < 2:
         raise one_document(config)
     of_train, of_val = (split.documents if documents else None for split in (data.train, data.val))
@@ -182,8 +187,9 @@ def build_batches(config: Config, data: Data, trainer: Trainer) -> tuple[Source,
 def check_text(config: Config, data: Data) -> None:
     """Raise DataError where the tokens of a split do not fill a window of `seq_len`."""
     if isinstance(data, PreparedData) and data.train.answers is None:
-        for name, split in (("training", data.train), ("validation", data.val)):
-            check_window(split.tokens, config.seq_len, name)
+        for text in data.parts.values() or [data]:
+            check_window(text.train.tokens, config.seq_len, "training")
+            check_window(text.val.tokens, config.seq_len, "validation")
 
 
 def one_document(config: Config) -> ConfigError:
@@ -219,7 +225,11 @@ def build_run(config: Config, folder: Path, overrides: list[str], data: Data, tr
     )
     probe = ParityProbe(config.parity, config.attention, shape) if config.parity.every else None
     probes = build_probes(config, data)
-    return Run(trainer, batches, windows, meter, probe, profiler, record, Interruption(), start, probes)
+    mixture = {
+        path: (weight, build_batches(config, data.parts[path], trainer)[1])  # type: ignore[union-attr]
+        for path, weight in config.data.mixture.items()
+    }
+    return Run(trainer, batches, windows, meter, probe, profiler, record, Interruption(), start, probes, mixture)
 
 
 def build_probes(config: Config, data: Data) -> list[Recall]:

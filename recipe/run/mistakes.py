@@ -123,9 +123,10 @@ def check_corpus(config: Config) -> None:
     if task := TASKS.get(config.data.name):
         check_length(task, config.seq_len)
         return
-    corpus = CORPORA[config.data.name](config.data)  # locates the files without reading them
-    if config.data.documents is not Documents.ignore and has_one_document(corpus):
-        raise one_document(config)
+    for text in config.data.texts():
+        corpus = CORPORA[text.name](text)  # locates the files without reading them
+        if text.documents is not Documents.ignore and has_one_document(corpus):
+            raise one_document(config)
 
 
 def has_one_document(corpus: Corpus) -> bool:

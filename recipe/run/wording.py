@@ -88,7 +88,8 @@ def in_words(kind: Any) -> str:
         return "a mapping, such as {name:value}"
     if issubclass(kind, Enum):
         return "one of " + ", ".join(member.name for member in kind)
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "text or a list of it"}
+    return words[kind]
 
 
 def whole_number_hint(key: str, value: Any) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -20,6 +21,9 @@ from recipe.training.memory import cpu_memory_limit, oom_guard, too_large_step
 from recipe.training.parity_probe import ParityProbe
 from recipe.training.recall import Recall
 from recipe.training.step import Trainer
+
+LONG = 600.0  # seconds of a run from which on it says in advance how long it takes
+WARM = 1.0  # seconds of a batch below which the first one tells little
 
 
 class NullRecord:
@@ -92,6 +96,7 @@ class Run:
     interruption  by a signal
     start         updates done already
     recalls       measured with every evaluation: recall tasks, and loss by position
+    mixture       of several corpora, the weight and the batches for the validation loss of each, by its name
     """
 
     trainer: Trainer
@@ -104,6 +109,7 @@ class Run:
     interruption: Interruption
     start: int = 0
     recalls: Sequence[Recall] = ()
+    mixture: Mapping[str, tuple[int, Sequence[Batch]]] = field(default_factory=dict)
 
 
 def fit(run: Run) -> int:
@@ -131,6 +137,7 @@ def train_steps(run: Run, batches: Iterator[Batch]) -> int:
     """
     trainer, meter, profiler = run.trainer, run.meter, run.profiler
     config = trainer.training
+    announce_cost(run)
     if run.start == 0 and config.eval_every:
         with meter.paused():
             measured = evaluate(run, final=False)
@@ -177,10 +184,33 @@ def train_steps(run: Run, batches: Iterator[Batch]) -> int:
     return config.steps
 
 
+def announce_cost(run: Run) -> None:
+    """Say how long a run on a CPU will take where that is long, from the time of one batch."""
+    trainer, config, windows = run.trainer, run.trainer.training, run.windows[:1]
+    if trainer.device.type != "cpu" or trainer.world.size > 1 or config.compile or not windows:
+        return
+    seconds = time_of(lambda: trainer.evaluate(windows))
+    if seconds < WARM:  # the first call also sets torch up
+        seconds = time_of(lambda: trainer.evaluate(windows))
+    steps = config.steps - run.start
+    evaluations = steps // config.eval_every + 1 if config.eval_every else 0
+    # A backward pass takes as long as two forward passes.
+    total = seconds * (3 * steps * trainer.micro_steps + evaluations * len(run.windows))
+    if total >= LONG:
+        run.record.print(f"about {total / 60:,.0f} minutes for {steps:,} steps on this CPU")
+
+
+def time_of(work: Callable[[], object]) -> float:
+    """The seconds that a call takes."""
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start
+
+
 def evaluate(run: Run, final: bool) -> dict[str, float]:
     """The validation loss and the metrics of `run.recalls`; after the `final` step, their details too."""
     trainer = run.trainer
-    metrics = trainer.measure(run.windows)
+    metrics = measure_mixture(run) if run.mixture else trainer.measure(run.windows)
     if not run.recalls:
         return metrics
     model = trainer.whole_model()  # every rank calls this, and the first measures
@@ -193,6 +223,16 @@ def evaluate(run: Run, final: bool) -> dict[str, float]:
                     beyond, run.record.details[recall.name] = recall.details(model)
                     metrics |= beyond
         model.train()
+    return metrics
+
+
+def measure_mixture(run: Run) -> dict[str, float]:
+    """The validation loss of each corpus, val/loss/<name>, and val/loss: their mean by weights."""
+    total, metrics = sum(weight for weight, _ in run.mixture.values()), dict[str, float]()
+    for name, (weight, windows) in run.mixture.items():
+        for metric, loss in run.trainer.measure(windows).items():
+            metrics[metric] = metrics.get(metric, 0.0) + weight / total * loss
+            metrics[f"{metric}/{name}"] = loss
     return metrics
 
 

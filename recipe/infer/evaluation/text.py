@@ -65,6 +65,11 @@ def tokenised(rows: Iterable[Row], model: LanguageModel, most: int | None = None
 
 def validation_text(trained: Trained) -> Text:
     """The validation split that the run was measured on. Raises ConfigError where its text has changed."""
+    if trained.config.data.mixture:
+        raise ConfigError(
+            "The run mixed several texts, and its metrics.jsonl has the loss of each; name one with data=text "
+            "data.path=..."
+        )
     data = prepare(trained.config.data)
     if data.manifest["identity"] != read_manifest(trained.checkpoint).metadata["data"]:
         raise ConfigError(
