@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -670,8 +671,10 @@ def test_a_forgotten_scale_of_dropout_is_called_that():
 
 SECTIONS: dict[str, Callable[[Session], Any]] = {**CHECKS, "rate between steps": dropout, "replay": dropout}
 ALL = groups(0)
-UNUSUAL = {name: (lambda config=config: subject_of(config), line) for name, (config, line) in CORNERS.items()}
-UNUSUAL |= {published.fault: (published.subject, published.line) for published in PUBLISHED}
+UNUSUAL: dict[str, tuple[Callable[[], Subject], str]] = {
+    **{name: (partial(subject_of, config), line) for name, (config, line) in CORNERS.items()},
+    **{published.fault: (published.subject, published.line) for published in PUBLISHED},
+}
 
 
 def accused(subject: Subject, line: str) -> bool:

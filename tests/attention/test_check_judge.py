@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,8 @@ def test_scores_by_formula_and_their_gradients_are_pythons_and_autograds(text: s
         drawn = formulas.draw(rng, text, kind, longest=33)
         q, k, v, do = (x.double() for x in (drawn.q, drawn.k, drawn.v, drawn.do))
         tensors = drawn.tensors | ({} if drawn.sinks is None else {"sinks": drawn.sinks})
-        call = {"score": drawn.score, "layout": drawn.layout, "dropout_key": KEY, "dropout": drawn.dropout}
+        call: dict[str, Any] = {"score": drawn.score, "layout": drawn.layout}
+        call |= {"dropout_key": KEY, "dropout": drawn.dropout}
         asked = problem_of(q, k, **call, tensors=tensors)(slice(0, q.shape[1]))
         torch.set_default_dtype(torch.float64)  # of a number times a position
         expected = drawn.results(torch.float64, torch.float64)

@@ -403,8 +403,8 @@ def test_flex_attention_of_transformers_is_judged_by_its_mask_function(monkeypat
 
 
 def test_an_implementation_of_ours_computes_torchs_function_where_it_replaces_it():
-    plain, lines = build(), []
-    losses = train(plain, 3)
+    lines: list[Any] = []
+    losses = train(build(), 3)
     with watch(every=1, log=lines.append).replace("tiled"):
         replaced = train(build(), 3)
     right(lines)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from attention import AttentionConfig, build_attention
 from model.gpt import GPT, Computation
 from model.positions import position_tables
-from model.score import layer_scores
+from model.score import attention_scores, layer_scores
 from recipe.distributed.world import World
 from recipe.infer.generation import Engine, Request, Sampling
 from recipe.infer.huggingface.families import BEFORE, FAMILIES, Family
@@ -34,7 +34,6 @@ from recipe.infer.starting import HuggingFace
 from recipe.run.build import build_model
 from recipe.run.compose import composed, to_config
 from recipe.run.config import Config
-from recipe.run.mistakes import init_mistakes
 from recipe.run.starting import with_start
 
 transformers = pytest.importorskip("transformers")
@@ -372,6 +371,14 @@ def test_a_head_that_contradicts_config_json_is_refused_with_a_way_out(tmp_path)
     read(folder)  # an equal head is fine
 
 
+def differences(config: Config) -> list[str]:
+    """Sentences on what differs from the folder that a run starts from."""
+    assert config.init_from is not None
+    scores = attention_scores(config.score, config.model)
+    found = HuggingFace().mistakes(config.init_from, config.model, scores, config.seq_len, config.data.tokenizer)
+    return list(found)
+
+
 def test_a_run_starts_from_a_folder_and_the_command_line_may_change_what_has_no_weights(tmp_path):
     _, folder = next(folders("gemma2", tmp_path))
     (folder / "tokenizer.json").write_text("{}")
@@ -381,13 +388,14 @@ def test_a_run_starts_from_a_folder_and_the_command_line_may_change_what_has_no_
     assert replace(config.model, dropout=0.0) == start.settings.model
     assert (config.score, config.data.tokenizer) == (start.settings.score, str(folder / "tokenizer.json"))
     assert (config.model.dropout, config.seq_len) == (0.1, 32)
-    assert not list(init_mistakes(config, HuggingFace()))
+    assert not differences(config)
     torch.manual_seed(0)
     model = build_model(config, VOCAB, torch.device("cpu"), World(), HuggingFace())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), read(folder).parameters(), strict=True))
     with_score = to_config(composed(with_start([f"init_from={folder}", "score=causal"], HuggingFace())))
     assert with_score.score == Config().score
-    (sentence,) = init_mistakes(to_config(composed([*overrides, "model.norm_place=before"])), HuggingFace())
+    changed = to_config(composed([*overrides, "model.norm_place=before"]))
+    (sentence,) = differences(changed)
     assert sentence.endswith("has model.norm_place=both, and the model before; set model.norm_place=both.")
 
 

@@ -75,6 +75,7 @@ def built(name: str, score: ScoreConfig) -> GPT:
 def attention_of(model: GPT, layer: int) -> SelfAttention:
     block = model.h[layer]
     assert isinstance(block, Block)
+    assert isinstance(block.attn, SelfAttention)
     return block.attn
 
 

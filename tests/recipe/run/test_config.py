@@ -260,7 +260,9 @@ def test_a_formula_has_quotes_on_the_command_line_and_none_in_a_file() -> None:
     line = shlex.split(
         """'score.formula="s + bias[h, min(i - j, 127)]"' 'score.learned.bias={shape: [h, 128], init: 0}'"""
     )
-    given, file = composed(*prepare(line)).score, composed("score=bias").score
+    prepared = prepare(line)
+    assert isinstance(prepared, list)
+    given, file = composed(*prepared).score, composed("score=bias").score
     assert given.formula == file.formula == "s + bias[h, min(i - j, 127)]"
     assert given.learned == {"bias": {"shape": ["h", 128], "init": 0}}
     assert "formula: s + bias" in (CONF / "score" / "bias.yaml").read_text()

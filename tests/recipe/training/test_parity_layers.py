@@ -86,7 +86,7 @@ def scored(name: str, dtype: torch.dtype, score: ScoreConfig, dropout: float = 0
     model = GPT(size, 65, 65, attend, score=score, documents=documents)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)  # a learned tensor begins at 0
+            parameter.add_(0.05 * torch.randn_like(parameter))  # a learned tensor begins at 0
     ((batch, key),) = batches(3, documents, 1)
     return check_layers(model, batch, key, dtype)
 

@@ -54,6 +54,7 @@ def command(*overrides: str) -> list[str]:
 def train(*overrides: str) -> None:
     """Run train.py's work in this process and folder; the overrides must give the run folder."""
     arguments = prepare(list(overrides))
+    assert isinstance(arguments, list)
     cfg = compose.composed(arguments)
     assert train_module.train(compose.to_config(cfg), Path(cfg.hydra.run.dir), arguments) == 0
 
@@ -183,7 +184,9 @@ def runs(where: Path, here: Path) -> Path:
 
 def resumed(*arguments: str) -> str:
     """The run folder that these arguments resume in."""
-    folder = next(a for a in prepare(list(arguments)) if a.startswith("hydra.run.dir="))
+    prepared = prepare(list(arguments))
+    assert isinstance(prepared, list)
+    folder = next(a for a in prepared if a.startswith("hydra.run.dir="))
     return folder.removeprefix("hydra.run.dir=").strip("'")
 
 
