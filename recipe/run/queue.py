@@ -80,7 +80,7 @@ def forward_signals(running: RunningJobs) -> Iterator[None]:
 class Report:
     """Prints a line at each job's start and end, and at the end of the sweep what failed and the next command.
 
-    ahead    jobs that a sweeper will launch after these
+    ahead    jobs that follow these
     at_once  number of jobs that run at the same time
     """
 
