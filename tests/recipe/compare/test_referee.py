@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -306,6 +307,26 @@ def test_a_judge_that_was_killed_goes_on(track: str, monkeypatch: pytest.MonkeyP
     for ledger in (expected, continued):
         del ledger["edits"][0]["when"], ledger["edits"][0]["seconds"]
     assert continued == expected
+
+
+def test_a_script_runs_a_night_over_patches(
+    track: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, gain in (("better", "0.05"), ("worse", "-0.05")):
+        commit(gain=gain)
+        Path("outputs").mkdir(exist_ok=True)  # which git ignores
+        Path("outputs", f"{name}.patch").write_text(git("diff", track, "HEAD", "--", "model") + "\n")
+        git("reset", "-q", "--hard", track)
+    script = ROOT / "records" / "night.py"
+    assert script.read_text().count("\n") <= 40
+    edits = ["outputs/better.patch", "outputs/worse.patch", "salt=3"]
+    monkeypatch.setattr(sys, "argv", ["night.py", "toy", *edits])
+    runpy.run_path(str(script), run_name="__main__")
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith(tuple(edits))]
+    # The second was made from the baseline, and does not apply to the first.
+    assert told == [f"{edits[0]}: kept", f"{edits[1]}: not valid", "salt=3: dropped"]
+    assert git("show", "refs/referee/toy/better:model/gain") == "0.05"
+    assert Path("model", "gain").read_text() == "0"
 
 
 def test_two_judges_of_a_track_do_not_mix(track: str) -> None:
