@@ -35,7 +35,7 @@ BUDGETS = {
     "learn": 9_100,
     "bench": 25_400,
     ".": 6_000,
-    "tests": 263_500,
+    "tests": 263_900,
 }
 MOST_FILES = 345
 MOST_WORDS = 30_500  # of the pages in docs/
