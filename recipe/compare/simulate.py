@@ -1,7 +1,7 @@
 """How often the arena and the referee are wrong, and how often they find a gain, on differences that are drawn.
 
     python -m recipe.compare.simulate            prints the table "Is it right?" of docs/arena.md
-    python -m recipe.compare.simulate referee    prints those of docs/referee.md, in half an hour
+    python -m recipe.compare.simulate referee    prints those of docs/referee.md and a third, in half an hour
 
 Every look that a plan has is taken, and every arm judged at the level of Holm's procedure, as compare.py does. Edits
 are judged by the functions that the referee uses, many nights at once. A gain is in deviations of a pair.
