@@ -38,7 +38,7 @@ BUDGETS = {
     "tests": 263_900,
 }
 MOST_FILES = 345
-MOST_WORDS = 30_500  # of the pages in docs/
+MOST_WORDS = 31_000  # of the pages in docs/
 MOST_OPTIONS = 130
 
 
