@@ -72,10 +72,10 @@ HOSTILE = [
 @pytest.mark.parametrize("line", HOSTILE, ids=lambda line: line[:60])
 def test_a_recorded_override_that_is_no_plain_option_is_refused_and_does_nothing(run: Path, line: str) -> None:
     record(run, "seed=1337", line)
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(ConfigError, match=r"overrides\.yaml holds .*; restore the file\.$") as raised:
         recorded_overrides(run)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     assert "\n" not in str(raised.value)
 
 
