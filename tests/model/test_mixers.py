@@ -22,11 +22,18 @@ from model.gpt import GPT, Computation
 from model.mistakes import model_mistakes
 from model.options import GPTConfig, Mixing, Positions, Recompute
 from model.score import ScoreConfig
+from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.world import World
-from recipe.run.build import build_trainer
+from recipe.infer.huggingface.settings import WeightsError
+from recipe.infer.huggingface.weights import describe
+from recipe.run.build import attention_shape, build_trainer
 from recipe.run.config import Config
+from recipe.run.mistakes import mistakes
 from recipe.training.checkpoint import newest_valid, save_checkpoint
+from recipe.training.device import Precision
+from recipe.training.optimizer import OptimizerConfig
 from recipe.training.options import TrainingConfig
+from recipe.training.parity_probe import ParityConfig, ParityError, check_parity
 from recipe.training.step import Trainer
 
 CPU = torch.device("cpu")
@@ -143,3 +150,29 @@ def test_layers_that_do_not_fit_are_refused_in_a_sentence(change: dict[str, Any]
 def test_kernels_that_the_device_lacks_are_refused_when_the_model_is_built() -> None:
     with pytest.raises(MixerError, match="mixer=fla needs a GPU and not cpu; choose mixer=chunked"):
         build(replace(HYBRID, mixer=Mixing.fla))
+
+
+def test_what_no_mixer_does_is_refused_in_a_sentence() -> None:
+    config = Config(model=HYBRID, parallel=ParallelConfig(DataParallel.shard), device="cpu")
+    (sentence,) = mistakes(config)
+    assert sentence.startswith("model.layers needs parallel.data=replicate and parallel.context=1")
+    with pytest.raises(WeightsError, match=r"No architecture of transformers has this model's model\.layers"):
+        describe(build(), attention_dropout=0.0)
+    assert len(attention_shape(Config(model=HYBRID), CPU).scores) == 2
+    shape = attention_shape(Config(model=replace(PURE, layers=["kda"])), CPU)
+    with pytest.raises(ParityError, match=r"parity\.every compares attentions, and model\.layers has none"):
+        check_parity(ParityConfig(every=10), AttentionConfig(), shape)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_in_bf16_with_documents_moves_every_parameter(optimizer: str) -> None:
+    layers = ["kda", "mamba2", "gla", "retnet"]
+    model = build(replace(HYBRID, layers=layers), documents=True)
+    training = TrainingConfig(steps=10, batch_size=2, precision=Precision.bf16)
+    config = Config(seed=7, training=training, model=model.config, optimizer=OptimizerConfig(optimizer))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    starts = torch.zeros(2, T, dtype=torch.int32)
+    starts[:, 19:] = 19
+    step = build_trainer(config, model, CPU, World())
+    assert step.update(0, [Batch(*drawn(), starts)])["train/loss"].isfinite()
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
