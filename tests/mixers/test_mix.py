@@ -15,10 +15,10 @@ NAMES = [f"{recurrence.decay.value}-{'delta' if recurrence.delta else 'sum'}" fo
 BY_NAME = pytest.mark.parametrize("recurrence", RECURRENCES, ids=NAMES)
 
 
-def tensors(recurrence: Recurrence, shape: tuple[int, ...], seed: int = 0, strong: float = 3.0) -> dict[str, Any]:
+def tensors(recurrence: Recurrence, shape: tuple[int, ...]) -> dict[str, Any]:
     """Random inputs in fp64: shape is (B, H, T, K, V)."""
     B, H, T, K, V = shape
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
 
     def randn(*size: int) -> Tensor:
         return torch.randn(size, generator=draw, dtype=torch.float64)
@@ -27,7 +27,7 @@ def tensors(recurrence: Recurrence, shape: tuple[int, ...], seed: int = 0, stron
     inputs = {"q": randn(B, H, T, K), "k": keys, "v": randn(B, H, T, V)}
     if recurrence.decay is not Decay.none:
         channels = K if recurrence.decay is Decay.channel else 1
-        inputs["log_decay"] = -strong * torch.rand((B, H, T, channels), generator=draw, dtype=torch.float64)
+        inputs["log_decay"] = -3 * torch.rand((B, H, T, channels), generator=draw, dtype=torch.float64)
     inputs["beta"] = (1 + recurrence.delta) * torch.rand((B, H, T), generator=draw, dtype=torch.float64)
     inputs["initial"] = randn(B, H, K, V)
     return inputs
@@ -73,16 +73,6 @@ def test_chunks_equal_the_definition_with_all_gradients(recurrence: Recurrence, 
         torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-11)
 
 
-@BY_NAME
-@pytest.mark.parametrize("strong", [1e-4, 14.0, 200.0])
-def test_weak_and_strong_decays_stay_finite(recurrence: Recurrence, strong: float) -> None:
-    inputs = tensors(recurrence, (1, 2, 40, 8, 8), strong=strong)
-    expected, found = both(recurrence, inputs, "recurrent"), both(recurrence, inputs, "chunked")
-    for name in expected:
-        assert found[name].isfinite().all(), name
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-11)
-
-
 def packed(lengths: list[int]) -> Tensor:
     """(1, T) numbers of the documents."""
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
@@ -103,16 +93,6 @@ def test_a_document_of_a_packed_row_has_the_bits_that_it_has_alone(recurrence: R
         begin += length
     _, state = mix(recurrence=recurrence, mixer=mixer, **{name: x[:, :, -7:] for name, x in inputs.items()})
     assert torch.equal(row["state"], state)
-
-
-@BY_NAME
-def test_documents_of_several_rows_with_an_initial_state(recurrence: Recurrence) -> None:
-    documents = torch.cat([packed([20, 30]), packed([1, 49])])
-    inputs = tensors(recurrence, (2, 2, 50, 8, 8))
-    expected = both(recurrence, inputs, "recurrent", documents=documents)
-    found = both(recurrence, inputs, "chunked", documents=documents)
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-11)
 
 
 @BY_NAME
