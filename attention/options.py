@@ -55,16 +55,16 @@ class ProductPrecision(Enum):
 class AttentionConfig:
     """The options under `attention.*`.
 
-    name       an implementation in the registry (attention/__init__.py), or <file>.py:<class or function>
-    dropout    probability of dropping an attention weight, realised in steps of 1/256 (see attention/dropout)
+    name       an implementation, or <file>.py:<class or function>
+    dropout    probability of dropping an attention weight, in steps of 1/256
     rng        source of dropout's random bits; only sdpa takes `torch`
     block_q    rows of a score tile: queries (tiled)
     block_k    columns of a score tile: keys (tiled)
     ablate     leave out one line of the online softmax (tiled)
     backend    which of torch's kernels to use (sdpa); auto or flash (flex)
     allow_tf32 let fp32 matrix products round their inputs to TF32 (flash)
-    path       the kernels to use: plain Triton for every GPU, or the ones for Hopper (flash)
-    precision  precision of the products: that of q, k and v, or fp8, for evaluation and inference (flash)
+    path       the kernels to use: plain ones for every GPU, or those for Hopper (flash)
+    precision  precision of the products; fp8 is for evaluation and inference (flash)
 
     Every implementation reads `name` and `dropout`; an option it does not read is refused unless left at its default.
     Options with a choice take it by name too: path="plain". Raises AttentionError for an unknown choice.

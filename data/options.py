@@ -19,9 +19,9 @@ class Documents(Enum):
 class HubRows:
     """The option `data.hub_rows`.
 
-    revision  of the data set
-    subset    of the data set
-    split     of the data set; "train+test" joins two
+    revision  a commit, tag or branch
+    subset    its name
+    split     "train+test" joins two
     """
 
     revision: str | None = None
@@ -33,16 +33,16 @@ class HubRows:
 class DataConfig:
     """The options under `data.*`.
 
-    name            a corpus in the registry (data/corpora.py)
+    name            a corpus of data/corpora.py
     path            a file or folder of .txt, .jsonl, .parquet, .bin (data=text), or several, [a,b]; a .jsonl of
                     conversations (data=chat)
     weights         of several paths: how many sequences of each follow one another, such as [3,1]; null: one of each
-    tokenizer       bytes, gpt2, bpe, or a tokenizer.json of Hugging Face's tokenizers
+    tokenizer       bytes, gpt2, bpe, or a tokenizer.json
     bpe_vocab_size  tokens that tokenizer=bpe learns at most, end-of-text included
-    max_tokens      tokens to prepare, training and validation together; null for all
+    max_tokens      tokens to prepare, for training and validation together; null: all
     val_fraction    share of the text that is held out for validation
     cache           folder of the prepared tokens
-    hub             name of a data set on the Hugging Face hub, or a folder it was downloaded to
+    hub             a data set on the Hugging Face hub, or the folder of its download
     hub_rows        the rows of that data set to read
     documents       how attention treats documents that share a sequence
     text_field      the field of .jsonl, .parquet and hub rows that holds the text

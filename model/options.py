@@ -103,11 +103,10 @@ class RopeScaling:
     kind              none, linear, yarn or llama3
     factor            the new longest sequence over the old one
     original          the old longest sequence (yarn, llama3)
-    fast              channels that rotate more often than this over the original length stay as they are (yarn: 32,
-                      llama3: 4); None: the paper's
-    slow              channels that rotate less often than this are slowed by the factor (yarn, llama3: 1); None: the
-                      paper's
-    truncate          round the channel numbers that `fast` and `slow` give to whole numbers (yarn)
+    fast              channels that rotate more often over the original length stay as they are; None: 32 (yarn), 4
+                      (llama3)
+    slow              channels that rotate less often are slowed by the factor; None: 1
+    truncate          round the channel numbers of `fast` and `slow` (yarn)
     attention_factor  multiplies cosines and sines (yarn); None: 0.1 log(factor) + 1
     """
 
@@ -130,41 +129,38 @@ class GPTConfig:
     name            name of the preset, for tables and legends
     n_layers        blocks
     n_heads         query heads
-    n_kv_heads      key/value heads, a divisor of n_heads; None: as many as n_heads
+    n_kv_heads      key/value heads, a divisor of n_heads; None: n_heads
     n_embd          channels of the residual stream
-    dropout         rate for the embedding and each sub-layer's output, in steps of 1/256; attention.dropout is the rate
-                    for attention weights
+    dropout         rate for the embedding and each sub-layer's output, in steps of 1/256
     bias            biases in linear layers and layer norms, as GPT-2 has them
-    positions       learned, rotary or none
+    positions       how the model tells positions apart
     qk_norm         normalise queries and keys before the scores
     head_dim        channels of a head; None: n_embd / n_heads
-    vocab_size      tokens that the model has a logit for; None: as many as the tokenizer has
+    vocab_size      tokens that the model has a logit for; None: the tokenizer's
     tied            the head's matrix is the embedding
     attention_bias  biases in attention's projections where bias=false
-    norm            layer or rms
-    norm_place      before a sub-layer, after it, or both
-    norm_scale      the norms' factors: learned, 1 plus a learned one, or none
+    norm            LayerNorm or RMSNorm
+    norm_place      relative to a sub-layer
+    norm_scale      the norms' factors; plus_one: 1 plus a learned one
     norm_eps        added under the norms' roots; None: 1e-5, and 1e-6 for queries and keys
-    qk_norm_over    channels that are normalised together: each head's, or those of all heads
-    mlp             gelu, gelu_exact, relu2, swiglu or geglu
+    qk_norm_over    channels that qk_norm takes together: a head's, or those of all heads
+    mlp             the MLP's activation
     mlp_width       channels within the MLP; None: 4 n_embd
     rope_base       the slowest channels rotate about once in 2 pi rope_base tokens
     rope_fraction   share of a head's channels that rotate, its first ones
-    rope_layers     which layers have rotary positions, such as [true,true,true,false]; the list is repeated over the
-                    layers. None: all
+    rope_layers     layers with rotary positions, such as [true,true,true,false], repeated; None: all
     rope_scaling    for sequences longer than in training
     scale_dim       divide scores by the root of this instead of head_dim's
-    gate            a sigmoid of the sub-layer's input on attention's output: none, for each head, for each element
-    value_residual  mix the first layer's values into the values of all others
-    value_embeddings  embeddings of the tokens, which are mixed into the values of the first and of the last so many
-                    layers
+    gate            a sigmoid of the sub-layer's input on attention's output, for each head or element
+    value_residual  mix the first layer's values into all others'
+    value_embeddings  the number of first and of last layers whose values get an embedding of their token
     embed_scale     multiply the embedding by sqrt(n_embd), as Gemma
     embed_norm      normalise the embedding, as nanochat
     logit_cap       c in c tanh(x / c), which keeps logits between -c and c; None: no cap
-    layers          what mixes the tokens in each layer: attention, or a mixer such as gdn, kda or mamba2
-                    (docs/mixers.md); the list is repeated over the layers. None: attention in all
-    mixer           how mixers compute: recurrent, chunked or fla
-    mtp             weight of the loss of a second head, which predicts the token after the next; 0: no such head
+    layers          attention or a mixer (docs/mixers.md) in each layer, such as [gdn,attention], repeated;
+                    None: attention in all
+    mixer           how mixers compute
+    mtp             weight of a second head's loss, which predicts the token after the next; 0: no such head
     """
 
     name: str = "tiny-gpt2"

@@ -19,16 +19,16 @@ class ScoreConfig:
     """The options under `score.*`.
 
     name      name of the preset, for tables and legends
-    window    keys a query sees, the one at its position included; None: all
+    window    keys a query sees, itself included; None: all
     soft_cap  c in c tanh(s / c), which keeps scores between -c and c; None: no cap
     alibi     subtract slope_h (i - j) from the score of query i and key j
     sinks     a learned logit for each head joins the softmax's sum
     formula   the changed score, such as "s * log(n)"; None: s (docs/formulas.md)
-    learned   shapes of the formula's learned tensors by name, such as {bias: [h, 128]} for h heads, or with a first
-              value {bias: {shape: [h, 128], init: 0.5}}
+    learned   shapes of the formula's learned tensors by name, such as {bias: [h, 128]} for h heads, or
+              {bias: {shape: [h, 128], init: 0.5}}
     tensors   the formula's other tensors by name: model.forget_gate, alibi_slopes, or numbers in lists
-    layers    values that replace those above, by layer; the list is repeated over the layers:
-              [{window: 1024}, {}] is a window in every other layer. None: all alike
+    layers    values that replace those above, by layer, repeated: [{window: 1024}, {}] is a window in every other
+              layer. None: all alike
     """
 
     name: str = "causal"

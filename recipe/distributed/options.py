@@ -24,13 +24,10 @@ class DataParallel(Enum):
 class ParallelConfig:
     """The options under `parallel.*`.
 
-    data                   replicate: each rank has all weights, and shares AdamW's update with the others
-                           (shared_update.py); shard: it keeps some rows of each weight, gradient and moment
-    reshard_after_forward  with shard: drop a block's gathered weights after its forward pass, and gather them again for
-                           its backward pass; false: keep them until the backward pass
+    data                   what a rank holds of the weights: all, or some rows (docs/several-gpus.md)
+    reshard_after_forward  with shard: gather a block's weights again for its backward pass, in place of keeping them
     context                ranks that share the rows of every sequence; 1: each rank has whole sequences
-    exact                  add gradients in an order that does not depend on the number of ranks: the same losses, bit
-                           for bit; false: in any order, for speed
+    exact                  add gradients in an order that does not depend on the number of ranks
     """
 
     data: DataParallel = DataParallel.replicate

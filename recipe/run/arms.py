@@ -46,12 +46,12 @@ class Rules:
 class ArenaConfig:
     """The options under `arena.*`, which experiment=arena reads.
 
-    arms        separated by |: each is a name, a colon and its overrides, or the name of a file of conf/arm/
-    seeds       seeds that each arm trains with; more of them continue a sweep
+    arms        separated by |: each a name, a colon and overrides, or a file of conf/arm/
+    seeds       seeds of each arm; more of them continue a sweep
     rules       what the plan fixes before the first run
-    lr          factors of each arm's optimizer.lr that are tried first; empty: none is tried
-    sizes       numbers of layers that each arm trains with, the width growing with them; empty: the model as composed
-    arm         set for each run of an arena: its arm
+    lr          factors of each arm's optimizer.lr that are tried first
+    sizes       numbers of layers, such as [1,2,4], the width growing with them; empty: the model's
+    arm         its arm, set for each run of an arena
     """
 
     arms: str | None = None

@@ -37,8 +37,8 @@ class Config:
     device     auto, cpu, cuda or cuda:N
     resume     auto or a run folder: continue from its newest checkpoint
     init_seed  for the initial weights alone; None: seed
-    init_from  a folder of transformers, or a name on the hub: the weights, model, score and tokenizer to start from
-    probes     measured with every evaluation: tasks of data/tasks/, and position_loss
+    init_from  the folder or name on the hub that gives weights, model, score and tokenizer (docs/models.md)
+    probes     measured with every evaluation, such as [mqar,position_loss] (docs/recall.md)
     """
 
     seed: int = 1337

@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, get_args
+from typing import Any
 
 from recipe.run.compose import choices, composed, to_config
 from recipe.run.config import Config, type_hints
-from recipe.run.wording import in_words
 from recipe.wording import as_typed, markdown_table
 
 OPTION = re.compile(r"^    (\w+(?:, \w+)*) +(\S.*)$")  # one name or several, then their meaning
@@ -39,11 +38,6 @@ def meanings(config_type: type) -> dict[str, str]:
     return {name: re.sub(r"\bNone\b", "null", text) for name, text in texts.items()}
 
 
-def type_name(hint: Any) -> str:
-    """A type in words."""
-    return in_words(hint) + " or `null`" * (type(None) in get_args(hint))
-
-
 def value_name(value: object) -> str:
     """A default value as it is written in an override."""
     if isinstance(value, Enum):
@@ -51,25 +45,27 @@ def value_name(value: object) -> str:
     return f"`{list(value) if isinstance(value, tuple) else as_typed(value)}`"
 
 
+def values(value: object) -> str:
+    """The values of an option that has a few names, before its meaning; nothing for others."""
+    return ", ".join(f"`{one.name}`" for one in type(value)) + ": " if isinstance(value, Enum) else ""
+
+
 def section(config: Any, prefix: str) -> str:
     """The table of one dataclass."""
     lines = rows(config, prefix)
-    return markdown_table(
-        ["override", "default", "type", "meaning"], [[cell.replace("|", "\\|") for cell in x] for x in lines]
-    )
+    return markdown_table(["override", "default", "meaning"], [[cell.replace("|", "\\|") for cell in x] for x in lines])
 
 
 def rows(config: Any, prefix: str) -> Iterator[list[str]]:
     """A row for each option of a part; the root's parts have separate tables."""
-    kind: type = type(config)
-    hints, described = type_hints(kind), meanings(kind)
+    described = meanings(type(config))
     for f in fields(config):
         value = getattr(config, f.name)
         if not is_dataclass(value):
-            yield [f"`{prefix}{f.name}`", value_name(value), type_name(hints[f.name]), described[f.name]]
+            yield [f"`{prefix}{f.name}`", value_name(value), values(value) + described[f.name]]
         elif prefix:
             entries = [f"`{name}`: {text}" for name, text in meanings(type(value)).items()]
-            yield [f"`{prefix}{f.name}`", "", "a mapping", ". ".join([described[f.name], *entries])]
+            yield [f"`{prefix}{f.name}`", "", ". ".join([f"{described[f.name]}; a mapping", *entries])]
 
 
 def configuration() -> str:

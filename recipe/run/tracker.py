@@ -57,9 +57,9 @@ class TrackingMode(Enum):
 class TrackingConfig:
     """The options under `tracking.*`.
 
-    mode     online, offline, tensorboard or disabled
-    project  the project in W&B
-    group    the group in W&B, which the runs of a sweep share
+    mode     where metrics go besides the run folder
+    project  in W&B
+    group    in W&B, which the runs of a sweep share
     """
 
     mode: TrackingMode = TrackingMode.offline

@@ -24,11 +24,11 @@ class OptimizerError(UserError, ValueError):
 class OptimizerConfig:
     """The options under `optimizer.*`.
 
-    name          adamw, or muon: Muon for the matrices of the hidden layers and AdamW for the rest
+    name          adamw, or muon for the matrices of the hidden layers and AdamW for the rest
     lr            the peak of the schedule
-    weight_decay  per step, times the learning rate, of matrices and embeddings only
+    weight_decay  times the learning rate, of matrices and embeddings
     betas         decay of the running means of the gradient and of its square
-    clip          largest norm of the gradient over all parameters; 0: no clipping
+    clip          largest norm of all gradients; 0: no clipping
     momentum      decay of Muon's momentum
     muon_lr       the peak for Muon's matrices; None: lr
     """

@@ -17,11 +17,9 @@ from recipe.training.device import Precision
 class CPUConfig:
     """The option `training.cpu`.
 
-    threads     of each process, on which the bits of sums depend; None: as in the checkpoint to resume, else
-                OMP_NUM_THREADS, which torchrun sets to 1, else one for each core
-    products    in fp32, the library of the linear layers' products: torch's BLAS, or oneDNN, which is twice as fast on
-                AMD's processors with AVX-512 and rounds differently
-    memory_gib  limit of the process's memory, as if it were a GPU of that size
+    threads     of each process; None: the resumed checkpoint's, else OMP_NUM_THREADS, else one for each core
+    products    the library of the linear layers' products in fp32: blas or onednn (docs/training-options.md)
+    memory_gib  limit of the process's memory
     """
 
     threads: int | None = None
@@ -37,20 +35,19 @@ class TrainingConfig:
     batch_size        sequences per rank and micro-batch
     batch_tokens      tokens of one step over all micro-batches and ranks; None: one micro-batch per rank
     precision         precision of the model's computations
-    compile           torch.compile the model; on a GPU a step, with all its micro-batches, is then replayed as a CUDA
-                      graph
+    compile           torch.compile the model; on a GPU a step is then replayed as a CUDA graph
     recompute         the part that the backward pass recomputes: less memory, more time
-    residual_in_fp32  in half precision, keep the residual stream in fp32: more exact, more memory, more time
+    residual_in_fp32  in half precision, keep the residual stream in fp32: more exact and slower
     log_every         steps between two lines of metrics.jsonl
     eval_every        steps between two evaluations, the first before training, the last after it; 0: none
     eval_batches      micro-batches of one evaluation, divided among the ranks
-    target_loss       end at the first evaluation whose validation loss is at most this; None: train all steps
+    target_loss       end at the first evaluation with a validation loss of at most this; None: train all steps
     eval_span         tokens of validation text taken in one piece, a multiple of seq_len; None: one window
     checkpoint_every  steps between two checkpoints, the last after training; 0: none
     keep_last         checkpoints to keep, in addition to the best
     sample_tokens     tokens of text to print after training; 0: none
     cpu               how a run on a CPU computes
-    ema               decay of a moving average of the weights, which is evaluated and saved beside them; 0: none
+    ema               decay of a moving average of the weights, evaluated and saved beside them; 0: none
     profile           record the time of a few steps by category
     """
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -33,6 +34,8 @@ from tests.wrong_attention.published import GITHUB, PUBLISHED
 
 SECONDS = 60.0  # that a check may take to find a fault
 LIVE_SECONDS = "30"
+WRONG = re.compile(r"(\w+) of (?:sequence|head) .* is (\S+) off")
+ENDED = re.compile(r"end their process: \w+: (?:CUDA error: )?(.*)")
 
 Row = dict[str, Any]
 
@@ -49,6 +52,17 @@ def caught(number: int) -> Row:
     report = check(published.subject(), seconds=SECONDS)
     took = time.monotonic() - started
     return {"thread": published.thread, "line": words(report, published.line), "seconds": round(took)}
+
+
+def short(line: str) -> str:
+    """A failing line with its worst tensor and error alone, "window: out 0.245"; the result has all of it."""
+    name, _, detail = line.partition(": ")
+    detail = detail.partition(" (")[0].partition(" Search for ")[0]
+    if wrong := WRONG.search(detail):
+        detail = f"{wrong[1]} {wrong[2]}"
+    elif ended := ENDED.search(detail):
+        detail = f"process ended, {ended[1]}"
+    return f"{name}: {detail}"
 
 
 def link(address: str) -> str:
@@ -70,10 +84,10 @@ def wall() -> None:
 
 
 def write_wall(path: Path) -> None:
-    """The table of a result; without the inputs of each failure, which the result has."""
-    lines = {row["thread"]: row["line"].partition(" (")[0] for row in read(path)}
-    head = ["library", "reported", "what users got", "for which inputs", "what the check says about its mechanism"]
-    rows = ([link(x.thread), x.when, x.effect, x.inputs, lines[x.thread]] for x in PUBLISHED)
+    """The table of a result."""
+    lines = {row["thread"]: short(row["line"]) for row in read(path)}
+    head = ["reported", "what users got", "for which inputs", "failing line: worst error"]
+    rows = ([f"{link(x.thread)}, {x.when}", x.effect, x.inputs, lines[x.thread]] for x in PUBLISHED)
     write_table(path.with_suffix(".md"), table(head, rows), path)
 
 
@@ -93,13 +107,9 @@ def live(names: list[str]) -> None:
 
 
 def write_live(path: Path) -> None:
-    """The table of a result; without the inputs of each failure."""
-
-    def short(line: str) -> str:
-        return line.partition(" (")[0].partition(" Search for ")[0]
-
+    """The table of a result."""
     rows = ([x["name"], str(x["calls"]), "<br>".join(map(short, x["failed"])) or "nothing"] for x in read(path))
-    write_table(path.with_suffix(".md"), table(["implementation", "calls", "what fails in bf16"], rows), path)
+    write_table(path.with_suffix(".md"), table(["implementation", "calls", "failing lines in bf16"], rows), path)
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ def published(line: str, path: str, when: str, effect: str, inputs: str) -> Call
     "pytorch/pytorch/pull/169222",
     "2025-11, MPS",
     "gibberish in generation",
-    "a number of keys that is no multiple of 32",
+    "keys, no multiple of 32",
 )
 class KeysBehindTheLast(Steps):
     """Keys behind the last one, up to a multiple of 32, are seen as zeros."""
@@ -86,7 +86,7 @@ class KeysBehindTheLast(Steps):
     "Dao-AILab/flash-attention/issues/355",
     "2023-07, FlashAttention 2.0",
     "wrong gradients in Megatron",
-    "a gradient of the output that is not contiguous",
+    "an output gradient that is not contiguous",
 )
 class GradientStrides(Steps):
     """The backward pass reads the gradient of the output as if it lay in another order."""
@@ -100,7 +100,7 @@ class GradientStrides(Steps):
     "window",
     "Dao-AILab/flash-attention/issues/1133",
     "2024-08",
-    "another output than causal attention",
+    "not causal attention's output",
     "a window as long as the row",
 )
 class WholeRowAsWindow(Steps):
@@ -116,7 +116,7 @@ class WholeRowAsWindow(Steps):
     "meta-pytorch/attention-gym/pull/86",
     "2024-12",
     "far keys are preferred",
-    "ALiBi, as the example wrote it",
+    "ALiBi",
 )
 class AlibiRises(Steps):
     """ALiBi is added with the wrong sign."""
@@ -129,8 +129,8 @@ class AlibiRises(Steps):
     "ALiBi",
     "paiml/aprender/pull/2143",
     "2026-06",
-    "other weights than the model was trained with",
-    "ALiBi, in every head",
+    "other weights than in training",
+    "ALiBi",
 )
 class SlopesOneHeadEarly(Steps):
     """The exponents of the slopes begin at 0, so that each head has the slope before its own."""
@@ -160,7 +160,7 @@ class CapIgnored(Steps):
     "documents",
     "NVIDIA-NeMo/RL/issues/2105",
     "2026-03",
-    "training attends across packed samples",
+    "attention across packed samples",
     "packed documents",
 )
 class DocumentsIgnored(Steps):
@@ -174,7 +174,7 @@ class DocumentsIgnored(Steps):
     "documents",
     "Tencent-Hunyuan/HunyuanVideo/pull/310",
     "2026-02",
-    "valid tokens attend to padding",
+    "tokens attend to padding",
     "more than two documents",
 )
 class FirstCutAlone(Steps):
@@ -203,7 +203,7 @@ class AnotherMask(Steps):
     "facebookresearch/xformers/issues/173",
     "2022-01",
     "a seed does not repeat a run",
-    "dropout: the seed's address was used as the seed",
+    "dropout: the seed's address as seed",
 )
 class SeedByAddress(AnotherMask):
     """Each call draws another mask from the same seed; its backward pass draws the same."""
@@ -217,8 +217,8 @@ class SeedByAddress(AnotherMask):
     "replay",
     "pytorch/pytorch/issues/190717",
     "2026-07, torch.compile",
-    "gradients of other weights than the forward's",
-    "dropout that is recomputed in the backward pass",
+    "gradients of another mask",
+    "dropout, recomputed in the backward",
 )
 class MaskDrawnAgain(AnotherMask):
     """The backward pass draws a mask of its own."""
@@ -236,7 +236,7 @@ class MaskDrawnAgain(AnotherMask):
     "FlashML-org/FreeToken/pull/177",
     "2026-08",
     "wrong tokens in decoding",
-    "groups of more than 16 query heads, no multiple of 16",
+    "groups of over 16 query heads",
 )
 class HeadTileCrossesGroup(Steps):
     """A tile of 16 query heads takes the keys of its first head."""
@@ -251,7 +251,7 @@ class HeadTileCrossesGroup(Steps):
     "pytorch/executorch/issues/22426",
     "2026-09, MLX backend",
     "errors of 2.7 to 4.1 in decoding",
-    "a causal mask with fewer queries than keys",
+    "causal, fewer queries than keys",
 )
 class MaskOfTheOtherCorner(Steps):
     """The causal mask begins at the other corner: the first query at the first key, or the last at the last."""
@@ -266,7 +266,7 @@ class MaskOfTheOtherCorner(Steps):
     "sinks",
     "Dao-AILab/flash-attention/pull/2752",
     "2026-08, a pull request",
-    "an infinite log-sum-exp, rows of zeros",
+    "infinite log-sum-exp, rows of zeros",
     "a sink far above the scores",
 )
 class SinkBesideTheMaximum(Steps):
@@ -300,7 +300,7 @@ class NanForEmptyRows(Steps):
     "pytorch/pytorch/issues/191937",
     "2026-08, efficient attention",
     "errors of 19.5",
-    "broadcast keys whose number is a multiple of 32 and one more",
+    "broadcast keys, 32 n + 1 of them",
 )
 class BroadcastKeysAtAnEdge(Steps):
     """Keys with a stride of 0 are read wrongly where one is left behind the last multiple of 32."""
@@ -314,8 +314,8 @@ class BroadcastKeysAtAnEdge(Steps):
     "the same again",
     "Dao-AILab/flash-attention/issues/359",
     "2023-07, FlashAttention 2.0",
-    "now and then a wrong gradient",
-    "any: a race in the backward pass",
+    "sometimes a wrong gradient",
+    "any: a race",
 )
 class RareGradient(Steps):
     """Every fourth backward pass has a dq that is 1 % off."""
@@ -330,8 +330,8 @@ class RareGradient(Steps):
     "head sizes",
     "NVIDIA/TransformerEngine/issues/3216",
     "2026-07, FlashAttention-4 b11",
-    "dq five times too large; the loss diverges",
-    "head size 256 and more than one sequence",
+    "dq five times too large",
+    "head size 256, several sequences",
 )
 class LaterSequences(Steps):
     """At head size 256, dq of all but the first sequence is five times too large."""
@@ -360,7 +360,7 @@ class ScaleIgnored(Steps):
     "flagos-ai/FlagGems/pull/898",
     "2025-08, a pull request",
     "dv of the first tokens is wrong",
-    "lengths that are no multiple of 64, in all heads but the first",
+    "lengths, no multiple of 64",
 )
 class ValuesBehindPadding(Steps):
     """Heads are stored a padded length apart, and the gradient of values is read without the padding."""
@@ -377,7 +377,7 @@ class ValuesBehindPadding(Steps):
     "triton-lang/triton/issues/4174",
     "2024-06, Triton's tutorial",
     "wrong gradients",
-    "attention without a causal mask",
+    "no causal mask",
 )
 class BackwardAlwaysCausal(Steps):
     """The backward pass has a causal mask, whatever the forward has."""
@@ -393,7 +393,7 @@ class BackwardAlwaysCausal(Steps):
     "pytorch/pytorch/issues/174861",
     "2026-02, MPS since torch 2.8",
     "wrong tokens with transformers 5",
-    "one query and at least 1,024 keys",
+    "one query, 1,024 keys or more",
 )
 class ManyKeysOfOneQuery(Steps):
     """The second of two passes over many keys reads the partial results of another head."""
@@ -455,8 +455,8 @@ thread(
     "window",
     "huggingface/transformers/issues/39408",
     "2025-07",
-    "another window than in training",
-    "sliding windows with FlashAttention",
+    "another window",
+    "sliding windows",
 )
 thread(
     "window_off_by_one",
@@ -471,7 +471,7 @@ thread(
     "batch and heads",
     "onnx/onnx/pull/7274",
     "2025-09, ONNX's reference",
-    "query heads read other heads' keys",
+    "keys of other heads",
     "grouped heads",
 )
 thread(
@@ -480,22 +480,22 @@ thread(
     "ml-explore/mlx/issues/2835",
     "2025-11",
     "other outputs than torch's",
-    "a causal mask with fewer queries than keys",
+    "causal, fewer queries than keys",
 )
 thread(
     "mask_of_the_other_corner",
     "queries other than keys",
     "NVIDIA/cutlass/issues/2336",
     "2025-05, Blackwell's example",
-    "the verifier has the same mistake, and passes",
-    "a causal mask with 3 queries and 128 keys",
+    "its verifier has the mistake too",
+    "causal, 3 queries, 128 keys",
 )
 thread(
     "lse_in_base_two",
     "lengths",
     "lightseekorg/tokenspeed/pull/571",
     "2026-07",
-    "parts of a sequence are joined wrongly",
+    "parts are joined wrongly",
     "the log-sum-exp of every call",
 )
 thread(

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 import pytest
 
 from recipe.run.reference import meanings, section
+
+
+class Side(Enum):
+    front = 1
+    back = 2
 
 
 @dataclass
@@ -16,6 +22,7 @@ class Part:
     size        of the thing, which may take
                 a second line; None: as it comes
     left, right ends of it
+    side        where it stands
 
     size is also a word of this sentence.
     """
@@ -23,6 +30,7 @@ class Part:
     size: int | None = None
     left: bool = True
     right: tuple[float, float] = field(default=(0.5, 1.0))
+    side: Side = Side.back
 
 
 def test_a_meaning_may_take_two_lines_and_serve_two_options():
@@ -30,16 +38,18 @@ def test_a_meaning_may_take_two_lines_and_serve_two_options():
         "size": "of the thing, which may take a second line; null: as it comes",
         "left": "ends of it",
         "right": "ends of it",
+        "side": "where it stands",
     }
 
 
-def test_a_default_is_written_as_an_override_has_it():
+def test_a_default_is_written_as_an_override_has_it_and_names_before_the_meaning():
     rows = section(Part(), "part.").splitlines()[2:]
     cells = [[cell.strip() for cell in row.split("|")[1:4]] for row in rows]
     assert cells == [
-        ["`part.size`", "`null`", "a whole number or `null`"],
-        ["`part.left`", "`true`", "true or false"],
-        ["`part.right`", "`[0.5, 1.0]`", "a list of numbers, such as [0.9,0.99]"],
+        ["`part.size`", "`null`", "of the thing, which may take a second line; null: as it comes"],
+        ["`part.left`", "`true`", "ends of it"],
+        ["`part.right`", "`[0.5, 1.0]`", "ends of it"],
+        ["`part.side`", "`back`", "`front`, `back`: where it stands"],
     ]
 
 
