@@ -105,12 +105,18 @@ class Judge:
                 f"referee={name}: {source} is no track ({reason}); docs/referee.md shows one."
             ) from error
         rules = sha256(to_json(vars(self.track), sort_keys=True).encode()).hexdigest()
-        self.ledger, self.lock = Ledger(rules), FileLock(self.home / ".lock")
+        self.rules, self.source, self.lock = rules, source, FileLock(self.home / ".lock")
+        self.ledger = self.read_ledger()
+
+    def read_ledger(self) -> Ledger:
+        """The judge's ledger, else the one beside the track, else a new one. Raises RefereeError for other rules."""
+        ledger = Ledger(self.rules)
         with suppress(FileNotFoundError):
-            found = next(filter(Path.exists, (self.home / LEDGER, source.with_name(LEDGER))), self.home / LEDGER)
-            self.ledger = Ledger(**read_json(found))
-        if self.ledger.track != rules:
-            raise RefereeError(f"{source} has changed since its first edit was judged; name another out=<folder>.")
+            places = self.home / LEDGER, self.source.with_name(LEDGER)
+            ledger = Ledger(**read_json(next(filter(Path.exists, places), places[0])))
+        if ledger.track != self.rules:
+            raise RefereeError(f"{self.source} has changed since its first edit was judged; name another out=<folder>.")
+        return ledger
 
     def __enter__(self) -> Judge:
         self.home.mkdir(parents=True, exist_ok=True)
@@ -118,6 +124,7 @@ class Judge:
             self.lock.acquire(timeout=0)
         except Timeout:
             raise RefereeError(f"another judge of {self.name} is at work in {self.home}; wait for its end.") from None
+        self.ledger = self.read_ledger()  # another judge may have ended in between
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -153,7 +160,10 @@ class Judge:
     def registered(self, commit: str, salt: int) -> dict[str, Any]:
         """A new edit in the ledger, numbered. Raises InvalidError."""
         best = self.best
-        check_paths(git(self.top, "diff", "--name-only", best["commit"], commit).splitlines(), self.track.editable)
+        check_paths(
+            git(self.top, "diff", "--name-only", "--no-renames", best["commit"], commit).splitlines(),
+            self.track.editable,
+        )
         tree = git(self.top, "rev-parse", f"{commit}^{{tree}}")
         if any((edit["tree"], edit["salt"]) == (tree, salt) for edit in self.ledger.edits):
             raise InvalidError("the same code was judged before; runs are not repeated for a better result.")

@@ -204,7 +204,7 @@ def track(here: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "ada@example.org")
     monkeypatch.setattr(referee, "python", train_by_number)
     git("init", "-q")
-    first = commit(gain="0")
+    first = commit(gain="0", data__text="0")
     Path(".gitignore").write_text("/outputs/\n")
     Path("records", "toy").mkdir(parents=True)
     rules = {"baseline": first, "overrides": ["model=mini"], "editable": ["model", "records", ".gitignore"]}
@@ -254,6 +254,10 @@ def test_what_is_no_valid_attempt_has_status_two(track: str, capsys: pytest.Capt
     for name, reason in ((commit(data__text="1"), "changes data/text"), ("HEAD~9", "HEAD~9")):
         assert judged(name) == 2
         assert reason in capsys.readouterr().err
+    git("reset", "-q", "--hard", track)
+    git("mv", "data/text", "model/text")
+    assert judged(commit()) == 2
+    assert "changes data/text" in capsys.readouterr().err
     git("reset", "-q", "--hard", track)
     Path("model", "gain").write_text("0.5")
     assert judged("HEAD") == 2
@@ -332,8 +336,10 @@ def test_a_script_runs_a_night_over_patches(
 def test_two_judges_of_a_track_do_not_mix(track: str) -> None:
     with Judge("toy"), pytest.raises(RefereeError, match="another judge of toy is at work"), Judge("toy"):
         pass
-    with Judge("toy"):
-        pass
+    late = Judge("toy")
+    judged(track, "salt=1")
+    with late:  # sees what was judged after it was made
+        assert len(late.ledger.edits) == 1
 
 
 def test_rules_that_change_during_a_night_are_refused(track: str) -> None:
