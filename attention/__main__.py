@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 
 
 def main() -> int:
@@ -12,9 +13,10 @@ def main() -> int:
     if command == "check":
         # Mixers are beside this package in the checkout, and within it where it is installed.
         package = f"{__package__}.mixers" if __package__ != "attention" else "mixers"
-        mixers = import_module(f"{package}.check")
-        if mixers.takes_on(arguments):
-            return mixers.main(arguments)
+        if find_spec(package) is not None:
+            mixers = import_module(f"{package}.check")
+            if mixers.takes_on(arguments):
+                return mixers.main(arguments)
         from .check.cli import main as check
 
         return check(arguments)

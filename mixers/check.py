@@ -29,7 +29,7 @@ from torch import Tensor
 
 from . import IMPLEMENTATIONS
 from .cases import DTYPES, B, Case, cases, draw
-from .fla import through_package
+from .fla import check_device, through_package
 from .recurrence import Decay, MixerError, MixerInputs, Recurrence
 from .recurrent import recurrent
 
@@ -89,7 +89,7 @@ class Line(NamedTuple):
 
 
 def results(
-    mixer: Mixer, inputs: MixerInputs, case: Case, directions: tuple[Tensor, Tensor]
+    mixer: Mixer, inputs: MixerInputs, directions: tuple[Tensor, Tensor], case: Case
 ) -> dict[str, Tensor | None]:
     """out, state and the gradients of all inputs, by name; None for a gradient that autograd does not give."""
     leaves = {name: x.detach().requires_grad_() for name in LEAVES if (x := getattr(inputs, name)) is not None}
@@ -126,7 +126,7 @@ def expected(case: Case, device: torch.device, has_state: bool) -> dict[str, tup
         many.log_decay[B:] += sums.repeat(DRAWS, 1, 1, 1) * torch.randn(
             many.log_decay[B:].shape, generator=generator, device=device, dtype=torch.float64
         )
-    found = results(recurrent, many, case, (several(d_out), several(d_state) * has_state))
+    found = results(recurrent, many, (several(d_out), several(d_state) * has_state), case)
     expectations = {}
     for name, x in found.items():
         assert x is not None
@@ -153,7 +153,7 @@ def judge(subject: Subject, case: Case, device: torch.device) -> Verdict:
     inputs, directions = draw(case, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = results(subject.call, inputs, case, directions)
+        found = results(subject.call, inputs, directions, case)
     worst = Verdict(0.0, "out", (), 0.0, case)
     for name, (exact, unit) in expected(case, device, found["state"] is not None).items():
         x = found[name]
@@ -236,25 +236,30 @@ def find(target: str, name: str | None, device: torch.device) -> Subject:
     """
     if target in NAMES:
         way, _, kind = target.partition("-")
+        if way == "fla":
+            check_device(device)
         return Subject(target, IMPLEMENTATIONS[way], RECURRENCES[kind])
     function = loaded(target)
     names = parameters_of(function)
     if PACKAGES & names - OURS:
         call: Mixer = partial(through_package, function)
         theirs = {"initial_state": "initial", "cu_seqlens": "documents"}
-        subject = Subject(target, call, Recurrence(), frozenset({theirs.get(name, name) for name in names}))
+        takes = {theirs.get(name, name) for name in names}
     else:
-        subject = Subject(target, partial(called, function, names), Recurrence(), frozenset(names))
-    subject = subject._replace(takes=subject.takes & Subject._field_defaults["takes"])
+        call, takes = partial(called, function, names), names
+    subject = Subject(target, call, Recurrence(), Subject._field_defaults["takes"] & takes)
     if name is not None:
         return subject._replace(recurrence=RECURRENCES[name])
     decays = bool({"g", "log_decay"} & names)
     distances = {}
     for recurrence in RECURRENCES.values():
-        if (recurrence.decay is not Decay.none) == decays:
-            case = Case("lengths", recurrence, (16, 16), (5,), has_beta="beta" in subject.takes)
+        if recurrence.decay in ((Decay.head, Decay.channel) if decays else (Decay.none,)):
+            case = Case("lengths", recurrence, (16, 16), (5,), has_beta="beta" in takes)
             try:
-                distances[recurrence] = judge(subject, case, device).share
+                out = results(call, *draw(case, device), case)["out"]
+                assert out is not None
+                exact, _ = expected(case, device, False)["out"]
+                distances[recurrence] = (out - exact).norm().nan_to_num(nan=math.inf).item()
                 reason = ""
             except Exception as error:
                 reason = str(error)

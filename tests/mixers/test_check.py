@@ -71,6 +71,9 @@ def packages(q, k, v, g, beta, scale=None, initial_state=None, output_final_stat
     ]
     return mix(q, k, v, **options, documents=documents)[0].transpose(1, 2), torch.cat(states)
 
+def detached(q, k, v, log_decay, beta):
+    return my_mixer(q, k, v, log_decay, beta.detach())
+
 def attention(q, k, v, causal, documents):
     return v
 """
@@ -83,7 +86,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 def test_a_function_is_judged_by_the_recurrence_it_is_nearest_to(mine: Path) -> None:
-    for name in ("my_mixer", "wrong", "packages"):
+    for name in ("my_mixer", "wrong", "detached", "packages"):
         assert find(f"{mine}:{name}", None, CPU).recurrence == RECURRENCES["gdn"]
     assert find(f"{mine}:my_mixer", None, CPU).takes == {"beta", "initial"}
     assert find(f"{mine}:packages", None, CPU).takes == {"beta", "scale", "initial", "documents"}
@@ -104,7 +107,7 @@ def test_the_command_says_what_is_right_and_what_is_wrong(
     assert main([f"{mine}:wrong", *options]) == 1
     assert "FAIL  beta        1 of 2 wrong, " in capsys.readouterr().out
     assert main(["fla-gdn", *options]) == 2
-    assert "fla needs a GPU and not cpu" in capsys.readouterr().out
+    assert "error: mixer=fla needs a GPU and not cpu" in capsys.readouterr().err
 
 
 def test_what_is_no_mixer_is_left_to_the_check_of_attention(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
