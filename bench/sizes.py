@@ -23,7 +23,7 @@ BUDGETS = {
     "attention/check": 36_000,
     "attention/flash": 70_600,
     "attention": 50_500,
-    "mixers": 10_400,
+    "mixers": 10_450,
     "model": 24_800,
     "data": 19_500,
     "recipe/run": 30_500,
