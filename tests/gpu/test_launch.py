@@ -1,0 +1,69 @@
+"""A second launch of a kind goes to the compiled kernel itself: it computes the same bits as Triton's own launch."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention
+from attention.flash import launch
+
+CALLS: dict[str, tuple[float, dict[str, Any]]] = {
+    "causal": (0.0, {}),
+    "full": (0.0, {"score": Score(causal=False)}),
+    "window": (0.0, {"score": Score(window=100)}),
+    "ALiBi": (0.0, {"score": Score(alibi=True), "slopes": torch.tensor([0.5, 0.25])}),
+    "sinks": (0.0, {"score": Score(sinks=True), "sinks": torch.tensor([0.5, 0.25])}),
+    "dropout": (0.25, {"dropout_key": DropoutKey(1, 2, 3, 4)}),
+    "positions": (0.0, {"layout": Layout(q_start=40, k_start=0)}),
+}
+
+
+def results(name: str, D: int, seed: int = 0) -> list[Tensor]:
+    """out and gradients."""
+    rate, options = CALLS[name]
+    options = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in options.items()}
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(2, 2, 300, D, generator=generator).cuda().bfloat16() for _ in range(4))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = build_attention(AttentionConfig("flash", dropout=rate))(*inputs, **options).out
+    return [out.detach(), *torch.autograd.grad(out, inputs, do)]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_second_launch_computes_what_tritons_own_does(name: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    results(name, D)
+    direct = results(name, D, seed=1)
+    monkeypatch.setattr(launch, "COMPILED", {})
+    assert equal(direct, results(name, D, seed=1))
+
+
+def test_a_tensor_of_the_score_may_start_anywhere() -> None:
+    q = torch.randn(1, 3, 256, 64, device="cuda", dtype=torch.bfloat16)
+    attend, slopes = build_attention(AttentionConfig("flash")), torch.rand(4, device="cuda")
+    for x in (slopes[:3].clone(), slopes[1:]):
+        expected = attend(q, q, q, score=Score(alibi=True), slopes=x.clone()).out
+        assert torch.equal(attend(q, q, q, score=Score(alibi=True), slopes=x).out, expected)
+
+
+def test_threads_and_streams_launch_at_the_same_time() -> None:
+    expected = [results("dropout", 64, seed) for seed in range(4)]
+    torch.cuda.synchronize()
+
+    def in_a_stream(seed: int) -> bool:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = [results("dropout", 64, seed) for _ in range(10)]
+        torch.cuda.synchronize()
+        return all(equal(x, expected[seed]) for x in found)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(in_a_stream, range(4)))
