@@ -199,12 +199,15 @@ def mistakes(row: Row) -> Iterator[str]:
     if not isinstance(row.get("tools"), list | None):
         yield "has tools that are no list"
     for n, message in enumerate(messages, start=1):
+        calls = isinstance(message, dict) and message.get("role") == "assistant" and message.get("tool_calls")
         for name in ("role", "content"):
             value = message.get(name) if isinstance(message, dict) else None
+            if calls and name == "content" and value is None:
+                continue
             if not isinstance(value, str) or (name == "role" and not value):
                 yield f"has no {name} in message {n}; a message is an object with role and content, both text"
                 return
-        if message["role"] == "assistant" and not message["content"].strip():
+        if message["role"] == "assistant" and not calls and not message["content"].strip():
             yield f"has an empty answer in message {n}"
         if message.get("weight", 1) not in (0, 1):
             yield f"has the weight {message['weight']} in message {n}, which can be 0 or 1"

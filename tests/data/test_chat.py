@@ -181,6 +181,29 @@ def test_tools_reach_the_template_parts_are_joined_and_an_answer_of_weight_0_is_
         assert data.train.answers[start:stop].tolist() == answers.tolist()
 
 
+def test_an_answer_that_calls_a_tool_needs_no_content(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    result = [{"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."}]
+    line: Any = {"messages": [{"role": "user", "content": "1 + 2?"}, call, *result]}
+    source = (
+        "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}"
+        "{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% else %}{{ m['content'] }}{% endif %};"
+        "{% endgeneration %}{% else %}{{ m['content'] }};{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(source)
+    path, model = write_lines(tmp_path / "chats.jsonl", [line, *LINES]), str(tmp_path / "model" / "tokenizer.json")
+    data = prepare(DataConfig("chat", str(path), model, cache=str(tmp_path), documents=Documents.restart))
+    theirs: Any = tokenizer()
+    theirs.chat_template = source
+    right = theirs.apply_chat_template(line["messages"], return_dict=True, return_assistant_tokens_mask=True)
+    stop = data.train.documents[1] - 1
+    assert data.train.answers is not None
+    assert data.train.tokens[:stop].tolist() == right["input_ids"]
+    assert data.train.answers[:stop].tolist() == right["assistant_masks"]
+
+
 @pytest.mark.parametrize(
     "line",
     [
