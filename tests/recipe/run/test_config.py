@@ -266,9 +266,7 @@ def test_a_formula_has_quotes_on_the_command_line_and_none_in_a_file() -> None:
     assert given.formula == file.formula == "s + bias[h, min(i - j, 127)]"
     assert given.learned == {"bias": {"shape": ["h", 128], "init": 0}}
     assert "formula: s + bias" in (CONF / "score" / "bias.yaml").read_text()
-    for unquoted in ("score.formula=s * log(n)", "score.formula=s - t[h] * (i - j)"):
-        with pytest.raises(ConfigError, match=r"score\.formula"):
-            prepare([unquoted])
+    assert prepare(["score.formula=s * log(n)"]) == ["score.formula='s * log(n)'"]
 
 
 @pytest.mark.parametrize(
