@@ -35,7 +35,7 @@ BUDGETS = {
     "learn": 9_100,
     "bench": 25_400,
     ".": 6_000,
-    "tests": 264_400,
+    "tests": 265_200,
 }
 MOST_FILES = 345
 MOST_WORDS = 31_000  # of the pages in docs/
