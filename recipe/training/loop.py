@@ -187,12 +187,13 @@ def train_steps(run: Run, batches: Iterator[Batch]) -> int:
 def announce_cost(run: Run) -> None:
     """Say how long a run on a CPU will take where that is long, from the time of one batch."""
     trainer, config, windows = run.trainer, run.trainer.training, run.windows[:1]
-    if trainer.device.type != "cpu" or trainer.world.size > 1 or config.compile or not windows:
+    steps = config.steps - run.start
+    few = steps < 10 * config.log_every  # whose first line of progress says it soon enough
+    if trainer.device.type != "cpu" or trainer.world.size > 1 or config.compile or few or not windows:
         return
     seconds = time_of(lambda: trainer.evaluate(windows))
     if seconds < WARM:  # the first call also sets torch up
         seconds = time_of(lambda: trainer.evaluate(windows))
-    steps = config.steps - run.start
     evaluations = steps // config.eval_every + 1 if config.eval_every else 0
     # A backward pass takes as long as two forward passes.
     total = seconds * (3 * steps * trainer.micro_steps + evaluations * len(run.windows))
