@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from recipe.run.build import build_trainer
 from recipe.run.config import Config
 from recipe.run.meters import StepMeter
 from recipe.run.profiler import Profiler
+from recipe.training import loop
 from recipe.training.device import Precision
 from recipe.training.interruption import Interruption
 from recipe.training.loop import NullRecord, Run, fit
@@ -392,3 +394,19 @@ def test_running_out_of_memory_ends_with_a_sentence_on_smaller_settings(error: E
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
     with pytest.raises(RuntimeError, match="another"), oom_guard("too large"):
         raise RuntimeError("another")
+
+
+@pytest.mark.parametrize(("seconds", "printed"), [(6.0, ["about 61 minutes for 100 steps on this CPU"]), (0.5, [])])
+def test_a_long_run_on_a_cpu_says_its_time_in_advance(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, printed: list[str]
+) -> None:
+    """100 steps of two micro-batches, each as long as three evaluations of one; and three evaluations of four."""
+    monkeypatch.setattr(loop, "time_of", lambda work: seconds)
+    training = TrainingConfig(steps=100, eval_every=50)
+    trainer = SimpleNamespace(
+        device=torch.device("cpu"), world=SimpleNamespace(size=1), training=training, micro_steps=2
+    )
+    lines: list[str] = []
+    record = SimpleNamespace(print=lines.append)
+    loop.announce_cost(SimpleNamespace(trainer=trainer, windows=[None] * 4, start=0, record=record))  # type: ignore[arg-type]
+    assert lines == printed
