@@ -55,7 +55,7 @@ from recipe.infer.generation.prompts import (
 from recipe.infer.generation.sampling import Sampling
 from recipe.infer.generation.steps import decoding_attention
 from recipe.infer.generation.text import stream
-from recipe.infer.huggingface import check_folder, export, read_origin
+from recipe.infer.huggingface.export import check_folder, export, read_origin
 from recipe.infer.huggingface.starting import is_folder
 from recipe.infer.trained import ModelChoice, Trained, WeightsChoice, inexact, load_trained
 from recipe.run.arguments import parse as key_values

@@ -38,7 +38,7 @@ from recipe.distributed.ranks import from_first_rank, joined
 from recipe.distributed.world import World
 from recipe.infer.generation.sampling import Sampling
 from recipe.infer.generation.text import stream
-from recipe.infer.starting import HuggingFace
+from recipe.infer.huggingface import HuggingFace
 from recipe.run.build import (
     build_model,
     build_run,

@@ -36,11 +36,6 @@ TEXT_SUFFIXES = (".txt", *TABLES)
 ACCEPTED = ".txt, .jsonl (both also with .gz or .zst), .parquet, .bin"
 SHARD = 20240520  # the first number of a shard of tokens as llm.c writes it
 CHARACTERS = "meta.pkl"  # nanoGPT's names of the tokens in the .bin files beside it
-# UTF-32's byte-order mark begins with UTF-16's, so it is checked first.
-BYTE_ORDER_MARKS = (
-    ((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-32"),
-    ((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16"),
-)
 
 # GPT-2's pattern always splits after a printable character and before a lone space or newline. A document cut there
 # keeps its tokens. Both neighbours are ASCII, so no character is cut either.
@@ -233,12 +228,6 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _decode(piece: bytes, path: Path, offset: int) -> str:
-    for marks, encoding in BYTE_ORDER_MARKS if offset == 0 else ():
-        if piece.startswith(marks):
-            raise DataError(
-                f"{path} is {encoding} text, and only UTF-8 is read; convert it with: "
-                f"iconv -f {encoding} -t UTF-8 {path.name} > utf8-{path.name}"
-            )
     if (zero := piece.find(0)) >= 0:
         raise DataError(
             f"{path} is binary (byte {offset + zero} is zero), or text that is not UTF-8; remove it, convert it, or "

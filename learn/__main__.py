@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 from learn.ladder import EXAMPLE, Measured, measure, silent_error
 from learn.page import render
+from recipe.errors import UserError, fail
 
 DEFAULT = Path("outputs/learn.html")
 
@@ -27,25 +28,19 @@ def table(ladder: list[Measured]) -> str:
     return "\n".join(lines)
 
 
-class ArgumentError(ValueError):
-    """An invalid argument; the message names the valid ones."""
-
-
 def main(arguments: list[str]) -> None:
-    """Print the ladder and write the page. Raises ArgumentError."""
+    """Print the ladder and write the page. Raises UserError."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return
     if arguments and not (len(arguments) == 1 and arguments[0].startswith("out=")):
-        raise ArgumentError(f"python -m learn takes out=<file> and nothing else; got {' '.join(arguments)}.")
+        raise UserError(f"python -m learn takes out=<file> and nothing else; got {' '.join(arguments)}.")
     out = Path(arguments[0].removeprefix("out=")) if arguments else DEFAULT
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a", encoding="utf-8").close()
     except OSError as error:
-        raise ArgumentError(
-            f"{out} cannot be written ({error.strerror}); name another file with out=<file>."
-        ) from error
+        raise UserError(f"{out} cannot be written ({error.strerror}); name another file with out=<file>.") from error
     ladder = measure()
     print(f"Attention over the scores and values {', '.join(f'{x:g}' for x in EXAMPLE.tolist())}, step by step\n")
     print(table(ladder))
@@ -60,9 +55,8 @@ def run() -> None:
     """The command."""
     try:
         main(sys.argv[1:])
-    except ArgumentError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    except UserError as error:
+        fail(error)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import train as train_module
-from recipe.infer.starting import HuggingFace
+from recipe.infer.huggingface import HuggingFace
 from recipe.run.launch import launch
 
 

@@ -34,7 +34,7 @@ from recipe.compare.sweeps import cells_of, sweeps_of
 from recipe.compare.verdict import Outcome
 from recipe.distributed.world import World
 from recipe.errors import UserError, refusals
-from recipe.infer.huggingface import Origin, export
+from recipe.infer.huggingface.export import Origin, export
 from recipe.infer.trained import ModelChoice, load_trained
 from recipe.run.build import build_trainer, check_step_size
 from recipe.run.config import Config, ConfigError, as_plain

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attention import DropoutKey, Score
 from attention.dropout import drop_threshold
@@ -17,38 +16,16 @@ from attention.flash.call import HORIZONS_FROM, KernelCall
 from attention.flash.hopper.configs import backward_blocks, forward_blocks
 from attention.flash.paths import PATHS
 from attention.flash.tiles import rows_like
-from attention.spec import Inputs, Spec
 from bench.kernels.compiler import Launch
-from bench.kernels.plain import EVERYTHING
+from bench.kernels.plain import calls
 
 LENGTHS = {"": 16384, "-middle": 4096, "-short": 512}  # at some head sizes each has a different shape of blocks
 LONGEST = max(LENGTHS.values())
 
 
-def calls() -> dict[str, KernelCall]:
-    """Kind of score -> a call with it."""
-    starts, per_head = torch.empty(1, LONGEST, dtype=torch.int32), torch.empty(2)
-
-    def call(score: Score, **inputs: Tensor) -> KernelCall:
-        return KernelCall(Spec(score, 1.0, documents="starts" in inputs), Inputs(**inputs))
-
-    together = Inputs(slopes=per_head, sinks=per_head, starts=starts, ends=starts)
-    return {
-        "causal": call(Score()),
-        "full": call(Score(causal=False)),
-        "window": call(Score(window=1024)),
-        "wide_window": call(Score(window=8192)),
-        "documents": call(Score(), starts=starts, ends=starts),
-        "alibi": call(Score(alibi=True), slopes=per_head, horizons=torch.empty(1, 2, dtype=torch.int32)),
-        "soft_cap": call(Score(soft_cap=50.0)),
-        "sinks": call(Score(sinks=True), sinks=per_head),
-        "everything": KernelCall(Spec(EVERYTHING, 1.0, documents=True, offsets=True), together, q_start=3, k_start=2),
-    }
-
-
 def launches() -> Iterator[Launch]:
     """The launches for every shape of blocks that some length selects."""
-    asked = calls()
+    asked = calls(1, 2, LONGEST)
     for D, (kind, call), dropout in itertools.product((64, 128, 256), asked.items(), (0.0, 0.1)):
         if kind == "wide_window" and D > 64:  # the blocks of a narrow one
             continue

@@ -23,13 +23,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from attention import DropoutKey, Score, gpu
-from attention.dropout import drop_threshold
+from attention import gpu
 from attention.flash.backward import Gradients
-from attention.flash.call import KernelCall
 from attention.flash.paths import PATHS
 from attention.flash.tiles import rows_like
-from attention.spec import Inputs, Spec
+from bench.kernels.plain import calls, dropping
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -38,16 +36,6 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
 }
 B, H, T, D = 1, 2, 4096, 128
-
-
-def calls() -> Iterator[KernelCall]:
-    """A causal call, and one with every score option and dropout."""
-    yield KernelCall(Spec(Score(), D**-0.5), Inputs())
-    documents, per_head = torch.zeros(B, T, dtype=torch.int32), torch.zeros(H)
-    score = Score(window=1024, soft_cap=50.0, alibi=True, sinks=True)
-    spec = Spec(score, D**-0.5, documents=True, offsets=True, threshold=drop_threshold(0.1))
-    key = DropoutKey(1, 2, 3, 4).pack(torch.device("cpu"))
-    yield KernelCall(spec, Inputs(key, per_head, per_head, documents, documents), q_start=3, k_start=2)
 
 
 @contextmanager
@@ -76,12 +64,11 @@ def compiling(target: GPUTarget) -> Iterator[list[str]]:
 
 def compile_for(name: str) -> dict[str, Any]:
     """The forward and the backward of each call, on every path that the GPU has, and their count."""
-    target = TARGETS[name]
-    refusal = None
+    target, asked, refusal = TARGETS[name], calls(B, H, T), None
     with compiling(target) as compiled:
         try:
             for path in ("plain", "hopper") if name == "sm_90a" else ("plain",):
-                for call in calls():
+                for call in (asked["causal"], dropping(asked["everything"])):
                     q, k, v, out, do, *gradients = (torch.zeros(B, H, T, D, dtype=torch.bfloat16) for _ in range(8))
                     PATHS[path].forward(q, k, v, out, call)
                     PATHS[path].backward(do, q, k, v, out, rows_like(q), Gradients(*gradients), call)

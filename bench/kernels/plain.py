@@ -27,23 +27,23 @@ CAUSAL = Spec(Score(), scale=0.125)
 EVERYTHING = Score(window=1024, soft_cap=50.0, alibi=True, sinks=True)
 
 
-def calls() -> dict[str, KernelCall]:
-    """Kind of score -> a call with it, without dropout."""
-    slopes, documents = torch.zeros(H), torch.zeros(B, T, dtype=torch.int32)
-    together = Inputs(slopes=slopes, sinks=slopes, starts=documents, ends=documents)
+def calls(B: int, H: int, T: int) -> dict[str, KernelCall]:
+    """Kind of score -> a call with it for B sequences of T tokens and H heads, without dropout."""
+    per_head, starts = torch.zeros(H), torch.zeros(B, T, dtype=torch.int32)
+    together = Inputs(slopes=per_head, sinks=per_head, starts=starts, ends=starts)
 
     def call(score: Score, **inputs: Tensor) -> KernelCall:
         return KernelCall(CAUSAL._replace(score=score, documents="starts" in inputs), Inputs(**inputs))
 
     return {
         "causal": call(Score()),
-        "fp8": KernelCall(CAUSAL._replace(precision="fp8"), Inputs()),
         "full": call(Score(causal=False)),
         "window": call(Score(window=1024)),
-        "documents": call(Score(), starts=documents, ends=documents),
-        "alibi": call(Score(alibi=True), slopes=slopes, horizons=torch.zeros(B, H, dtype=torch.int32)),
+        "wide_window": call(Score(window=8192)),
+        "documents": call(Score(), starts=starts, ends=starts),
+        "alibi": call(Score(alibi=True), slopes=per_head, horizons=torch.zeros(B, H, dtype=torch.int32)),
         "soft_cap": call(Score(soft_cap=50.0)),
-        "sinks": call(Score(sinks=True), sinks=slopes),
+        "sinks": call(Score(sinks=True), sinks=per_head),
         "everything": KernelCall(
             CAUSAL._replace(score=EVERYTHING, documents=True, offsets=True), together, q_start=3, k_start=2
         ),
@@ -52,7 +52,7 @@ def calls() -> dict[str, KernelCall]:
 
 def launches(architecture: int) -> Iterator[Launch]:
     """The launches of an architecture. In fp32 a head size has one entry for all calls, which uses every option."""
-    asked = calls()
+    asked = calls(B, H, T) | {"fp8": KernelCall(CAUSAL._replace(precision="fp8"), Inputs())}
 
     def launch_of(kind: str, key: ConfigKey, dtype: torch.dtype = torch.bfloat16) -> Launch:
         call = dropping(asked[kind]) if key.dropout else asked[kind]
@@ -65,7 +65,7 @@ def launches(architecture: int) -> Iterator[Launch]:
         yield launch_of("causal", key)
     for head_dim, dropout in itertools.product((64, 128, 256), (False, True)):
         for kind in asked:
-            if kind not in ("causal", "fp8"):
+            if kind not in ("causal", "wide_window", "fp8"):  # a wide window has the blocks of a narrow one
                 yield launch_of(kind, ConfigKey(head_dim, dropout))
         if dropout:
             yield launch_of("everything", ConfigKey(head_dim, dropout), torch.float32)

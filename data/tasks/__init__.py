@@ -1,11 +1,136 @@
-"""Tasks that test abilities of an attention: generators of sequences whose right answers are known."""
+"""Tasks that test abilities of an attention: generators of sequences whose right answers are known.
 
-from data.tasks.counting import Counting
-from data.tasks.induction import Induction
-from data.tasks.mqar import AssociativeRecall
-from data.tasks.needle import Needle
-from data.tasks.task import Task, TaskData
+task.py has the interface, and the batches of a task.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from data.tasks.task import IGNORED, Draws, Sequence, Task, TaskData
 
 __all__ = ["TASKS", "Task", "TaskData"]
+
+SHARE = 16  # tokens of the sequence for each pair of mqar, and for each question of needle
+
+
+class AssociativeRecall(Task):
+    """Multi-query associative recall: pairs of a key and a value, then keys whose values are to be recalled.
+
+        k3 v7 k1 v2 k9 v9 . . k1 ? . k9 ? . . k3 ?
+
+    Arora et al. 2023, "Zoology: Measuring and Improving Recall in Efficient Language Models". Full attention solves it;
+    an attention that does not see the pair cannot.
+
+    Keys 1 to KEYS, values after them; 0 fills the gaps. A sequence of T tokens holds T / 16 pairs, all KEYS at most,
+    and half of the places behind them ask for one.
+
+    With few keys, two layers learn it within some hundred thousand answers; with 64, not within 900 thousand.
+    """
+
+    name = "mqar"
+    source = "Arora et al. 2023, Zoology"
+    KEYS = VALUES = 16
+    vocab_size = 1 + KEYS + VALUES
+    chance = 1 / VALUES
+
+    def sequence(self, draws: Draws, T: int) -> Sequence:
+        n = min(T // SHARE, self.KEYS)
+        keys, values = 1 + draws.some_of(self.KEYS, n), 1 + self.KEYS + draws.below(self.VALUES, n)
+        inputs, targets = np.zeros(T, np.int64), np.full(T, IGNORED)
+        distance = np.zeros(T, np.int64)
+        inputs[0 : 2 * n : 2], inputs[1 : 2 * n : 2] = keys, values
+        # Each query is followed by its value, as in a text; so a slot takes two tokens. Half of the slots are used.
+        free = (T - 2 * n) // 2
+        slots = 2 * n + 2 * np.sort(draws.some_of(free, free // 2))
+        asked = draws.below(n, len(slots))
+        inputs[slots], inputs[slots + 1] = keys[asked], values[asked]
+        targets[slots], distance[slots] = values[asked], slots - (2 * asked + 1)
+        return Sequence(inputs, targets, distance)
+
+
+class Induction(Task):
+    """Induction: random tokens that repeat with some period, so that what followed a token before follows it again.
+
+        a q c f a q c f a q ?
+
+    Olsson et al. 2022, "In-context Learning and Induction Heads". Two layers of attention solve it, one cannot.
+
+    The period lies between T / 8 and T / 2; the targets are the tokens of the second half.
+    """
+
+    name = "induction"
+    source = "Olsson et al. 2022, In-context Learning and Induction Heads"
+    vocab_size = 64
+    chance = 1 / vocab_size
+
+    def sequence(self, draws: Draws, T: int) -> Sequence:
+        half = T // 2
+        period = T // 8 + int(draws.below(half - T // 8, 1)[0])
+        tokens = np.resize(draws.below(self.vocab_size, period), T + 1)
+        targets, distance = np.full(T, IGNORED), np.zeros(T, np.int64)
+        targets[half:], distance[half:] = tokens[half + 1 :], period - 1
+        return Sequence(tokens[:T], targets, distance)
+
+
+class Needle(Task):
+    """A needle in a haystack: one special token among random ones, which later questions ask for.
+
+        x f r N q z ? f a x ? m ?        answers: N
+
+    Kamradt 2023, "Needle in a Haystack"; Mohtashami and Jaggi 2023, "Landmark Attention", ask for a pass key in this
+    way. The accuracy by length and distance is the usual heat map.
+
+    0 asks; the needle is one of NEEDLES tokens, the hay of the tokens after them. The needle lies in the first half,
+    and T / 16 questions behind it, the last at the end.
+    """
+
+    name = "needle"
+    source = "Kamradt 2023, Needle in a Haystack"
+    NEEDLES, HAY = 64, 64
+    vocab_size = 1 + NEEDLES + HAY
+    chance = 1 / NEEDLES
+
+    def sequence(self, draws: Draws, T: int) -> Sequence:
+        inputs, targets = 1 + self.NEEDLES + draws.below(self.HAY, T), np.full(T, IGNORED)
+        distance, place = np.zeros(T, np.int64), int(draws.below(T // 2, 1)[0])
+        questions = place + 1 + draws.some_of(T - 1 - place, T // SHARE)
+        questions[-1] = T - 1 if T - 1 not in questions else questions[-1]
+        inputs[place], inputs[questions] = 1 + int(draws.below(self.NEEDLES, 1)[0]), 0
+        targets[questions], distance[questions] = inputs[place], questions - place
+        return Sequence(inputs, targets, distance)
+
+
+class Counting(Task):
+    """Counting: how often the current letter has come in a row.
+
+        a a a b a a b b        answers: 1 2 3 1 1 2 1 2
+
+    Bhattamishra et al. 2020, "On the Ability and Limitations of Transformers to Recognize Formal Languages": without
+    positions, equal tokens have equal outputs, however many there are, since a softmax averages. One layer without
+    positions does not see the order of the tokens before either: `a b b` and `b a b` are one to it.
+
+    Runs of 1 to LONGEST equal letters, a and b in turn, so that how many there are of each says little about the
+    last run. Token LETTERS + n is the count n + 1. The targets are at the ends of the last T / LONGEST runs; the
+    distance is that to the first letter of the run.
+    """
+
+    name = "counting"
+    source = "Bhattamishra et al. 2020, On the Ability and Limitations of Transformers to Recognize Formal Languages"
+    LETTERS, LONGEST = 2, 8
+    vocab_size = LETTERS + LONGEST
+    chance = 1 / LONGEST
+
+    def sequence(self, draws: Draws, T: int) -> Sequence:
+        # Drawn from the last run, which ends with the sequence, to the first, which is cut.
+        counts = 1 + draws.below(self.LONGEST, T)
+        letters = (draws.below(self.LETTERS, 1) + np.arange(T)) % self.LETTERS
+        inputs = np.repeat(letters, counts)[:T][::-1]
+        asked = counts[: T // self.LONGEST]
+        ends = T - 1 - (np.cumsum(asked) - asked)
+        targets, distance = np.full(T, IGNORED), np.zeros(T, np.int64)
+        targets[ends], distance[ends] = self.LETTERS + asked - 1, asked - 1
+        return Sequence(inputs, targets, distance)
+
 
 TASKS: dict[str, Task] = {task.name: task for task in (AssociativeRecall(), Induction(), Needle(), Counting())}

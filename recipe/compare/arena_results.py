@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recipe.compare.pairing import by_seed, difference, equal_to_the_bit, pairs_of
 from recipe.compare.runs import Run, Series
 from recipe.compare.statistics import (
     ALPHA,
@@ -24,6 +23,7 @@ from recipe.compare.statistics import (
     sign_flip,
     signed_rank,
 )
+from recipe.compare.sweeps import by_seed, difference, equal_to_the_bit, pairs_of
 from recipe.files import number
 from recipe.run.plan import Plan, PlannedRun
 

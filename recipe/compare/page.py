@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +10,8 @@ import jinja2
 from markupsafe import Markup
 
 from recipe.compare.figures import charts
-from recipe.compare.headline import Headline, headline
+from recipe.compare.headline import Headline, headline, notes_on
 from recipe.compare.labels import heading, places
-from recipe.compare.notes import notes_on
 from recipe.compare.parity import judge
 from recipe.compare.runs import Run, RunSet
 from recipe.compare.sweeps import Sweep, labels_of, sweeps_of
@@ -22,7 +20,7 @@ from recipe.compare.verdict import Outcome, Verdict, outcome_of
 from recipe.drawing import Chart, render_png, render_svg
 from recipe.files import number
 from recipe.training.parity import PARITY_MARGIN
-from recipe.wording import duration, times
+from recipe.wording import times
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -197,30 +195,4 @@ def sources_of(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
         ("Commits", _all_of(run.commit for run in runs)),
         ("Software", _all_of(", ".join(f"{name} {v}" for name, v in version.items() if v) for version in versions)),
         ("Run on", _all_of(sorted(str(run.summary.get("started") or "")[:10] for run in runs))),
-        *([("Time", took)] if (took := time_of(runs)) else []),
     )
-
-
-def time_of(runs: Sequence[Run]) -> str:
-    """The time from the first start to the last end of runs, in words; empty where it is unknown."""
-    seconds = span(runs)
-    if seconds is None:
-        return ""
-    named = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
-    return f"{named} in {duration(seconds)}, from the first start to the last end"
-
-
-def span(runs: Sequence[Run]) -> float | None:
-    """Seconds from the start of the first run to the end of the last; None where one of them is unknown."""
-    starts, ends = ([_moment(run, name) for run in runs] for name in ("started", "finished"))
-    if not runs or None in (*starts, *ends):
-        return None
-    return (max(filter(None, ends)) - min(filter(None, starts))).total_seconds()
-
-
-def _moment(run: Run, name: str) -> datetime | None:
-    try:
-        moment = datetime.fromisoformat(str(run.summary.get(name)))
-    except ValueError:
-        return None
-    return moment if moment.tzinfo else None

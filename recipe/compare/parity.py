@@ -1,6 +1,6 @@
 """Does an implementation equal the reference, up to rounding? Four measurements, and the verdict from them.
 
-Layers alone   The probe inside a run compares each layer's attention with fp64, row by row (recipe/compare/layers.py).
+Layers alone   The probe inside a run compares each layer's attention with fp64, row by row.
                Runs of older versions have no such measurement, and are judged by the others.
 Same weights   The probe inside a run compares logits and gradients of both on the run's weights, batch and dropout
                masks, beside the effect of rounding alone on the reference (parity/noise_*). Two correct implementations
@@ -23,11 +23,9 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from recipe.compare.layers import alone_worst
-from recipe.compare.pairing import difference, pairs_of
 from recipe.compare.runs import Run, Series
-from recipe.compare.sweeps import Cell
-from recipe.compare.verdict import Curve, Final, Gap, NotFinite, Probe, Verdict
+from recipe.compare.sweeps import Cell, difference, pairs_of
+from recipe.compare.verdict import Alone, Curve, Final, Gap, NotFinite, Probe, Verdict
 from recipe.training.parity import PARITY_MARGIN
 
 Array = NDArray[np.float64]
@@ -35,6 +33,8 @@ Array = NDArray[np.float64]
 WINDOW = 0.1
 EARLY = 0.1  # of the run
 EPS = float(np.finfo(np.float32).eps)  # losses are computed in fp32, whatever the precision
+ERRORS = ("parity/attention_error", "parity/attention_error_higher")
+UNSEEN = "parity/attention_unseen"
 MEASURES = {"logits_max_diff": "logits", "grad_rel_err": "gradients"}
 
 
@@ -84,6 +84,29 @@ def _not_finite(run: Run, cell: Cell, reference: str) -> NotFinite | None:
         if len(fine) and fine[-1] >= step and (theirs is None or theirs > step):
             return NotFinite(step, run.seed, cell.label(other))
     return None
+
+
+def alone_worst(runs: Sequence[Run]) -> Alone | None:
+    """The worst of all checks in the runs of one implementation; None where none was made, as by older versions."""
+    errors: dict[str, float] = {}
+    worst, step, where, checks, unseen = -1.0, 0, "", 0, dict[str, None]()
+    for run in runs:
+        for record in run.records:
+            if not any(name in record for name in (*ERRORS, UNSEEN)):
+                continue
+            checks += 1
+            names = (run.precision, str(record.get("parity/attention_precision")))
+            for name, metric in zip(names, ERRORS, strict=True):
+                # Where nothing was compared, older versions wrote 0, which is at no place.
+                if metric not in record or record.get("parity/attention_worst") == "":
+                    continue
+                share = float(record[metric])  # "inf" is text
+                errors[name] = max(errors.get(name, 0.0), share)
+                if share > worst:
+                    worst, step, where = share, int(record["step"]), str(record.get("parity/attention_worst", ""))
+            for part in filter(None, str(record.get(UNSEEN, "")).split("; ")):
+                unseen[part] = None
+    return Alone(checks, errors, step, where, tuple(unseen)) if checks else None
 
 
 def seed_spread(references: Sequence[Run]) -> Series | None:

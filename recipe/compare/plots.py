@@ -10,10 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from recipe.compare.costs import Point, points
-from recipe.compare.pairing import difference
 from recipe.compare.parity import EPS, MEASURES, beside_rounding, rolling_rms, rounding_of_a_step, seed_spread
 from recipe.compare.runs import Run
-from recipe.compare.sweeps import Cell, Sweep
+from recipe.compare.sweeps import Cell, Sweep, difference
 from recipe.drawing import COLOURS, finish_steps, label_axes, legend, log_axis, styles
 from recipe.training.parity import PARITY_MARGIN
 from recipe.wording import short_length

@@ -1,4 +1,5 @@
-"""Which runs belong together: a cell (equal but for implementation and seed), a sweep (cells of other settings).
+"""Which runs belong together: a pair (of one seed: they draw the same batches and masks, so each step can be compared),
+a cell (equal but for implementation and seed), a sweep (cells of other settings).
 
 A sweep over seq_len or over the number of devices has an axis; one over anything else (optimizer.lr, score) has none,
 and its cells stand side by side.
@@ -7,19 +8,47 @@ and its cells stand side by side.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from recipe.compare.labels import among, comparison_key, places
-from recipe.compare.pairing import by_seed
-from recipe.compare.runs import UNKNOWN, Run
+from recipe.compare.runs import UNKNOWN, Run, Series
 from recipe.drawing import IMPLEMENTATIONS
 
 # Settings that a sweep over lengths or devices also changes, to keep the tokens of a step or of a run equal.
 _BATCH = ("training.batch_size", "training.batch_tokens")
 _WITH_LENGTH = ("seq_len", *_BATCH, "training.steps", "training.eval_batches", "schedule.warmup_steps")
 _WITH_DEVICES = ("devices", *_BATCH, "parallel")
+
+
+def by_seed(runs: Iterable[Run]) -> dict[int, Run]:
+    """Runs by their seed; of several tries of one seed the one that came furthest."""
+    ordered = sorted(runs, key=lambda run: (run.status == "completed", run.step, str(run.summary.get("started"))))
+    return dict(sorted({run.seed: run for run in ordered}.items()))
+
+
+def pairs_of(runs: Mapping[int, Run], references: Mapping[int, Run]) -> dict[int, tuple[Run, Run]]:
+    """Each run with the reference of its seed, by the seeds that both have."""
+    return {seed: (run, references[seed]) for seed, run in runs.items() if seed in references}
+
+
+def difference(run: Run, reference: Run, metric: str = "train/loss") -> Series:
+    """run - reference at the steps that both logged and where both are finite."""
+    a, b = run.series(metric).finite(), reference.series(metric).finite()
+    steps, in_a, in_b = np.intersect1d(a.steps, b.steps, return_indices=True)
+    return Series(steps, a.values[in_a] - b.values[in_b])
+
+
+def equal_to_the_bit(run: Run, reference: Run) -> bool:
+    """Whether two runs logged the same losses at the same steps."""
+    return all(
+        bool(len(run.series(metric).steps) == len(reference.series(metric).steps))
+        and all(map(np.array_equal, run.series(metric), reference.series(metric)))
+        for metric in ("train/loss", "val/loss")
+    ) and run.final("val/loss") == reference.final("val/loss")
 
 
 @dataclass(frozen=True)

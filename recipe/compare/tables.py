@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from recipe.compare.costs import Loss, Point, attention_alone, points
+from recipe.compare.costs import Loss, Point, Ranked, attention_alone, by_loss, points, ranking
 from recipe.compare.parity import MEASURES
-from recipe.compare.ranking import Ranked, by_loss, ranking
 from recipe.compare.runs import Run, number
 from recipe.compare.sweeps import Sweep
 from recipe.compare.verdict import Verdict

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from recipe.compare.layers import Alone
 from recipe.compare.sweeps import Cell
 from recipe.training.parity import PARITY_MARGIN
 
@@ -27,6 +26,28 @@ class Gap(Enum):
     no_reference = "no run of the reference has its settings"
     single_seed = "the reference ran with one seed, which shows no spread between seeds"
     no_shared_losses = "too few losses share a seed and a step with the reference's"
+
+
+class Alone(NamedTuple):
+    """The worst check of each layer's attention alone with fp64: see recipe/training/parity_layers.py.
+
+    checks     how many there were
+    errors     precision -> the largest error, as a share of what rounding explains: the run's, and a higher one, as far
+               as something was compared
+    step       of the largest, and `where` it is: layer, mode, result and row
+    unseen     the parts that could not be compared, with the reasons
+    """
+
+    checks: int
+    errors: dict[str, float]
+    step: int
+    where: str
+    unseen: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether rounding explains all errors; None where nothing was compared."""
+        return max(self.errors.values()) <= 1 if self.errors else None
 
 
 class Probe(NamedTuple):

@@ -7,10 +7,7 @@ import pytest
 
 from data.batches import GlobalBatch
 from data.errors import DataError
-from data.tasks import TASKS
-from data.tasks.counting import Counting
-from data.tasks.mqar import AssociativeRecall
-from data.tasks.needle import Needle
+from data.tasks import TASKS, AssociativeRecall, Counting, Needle
 from data.tasks.task import IGNORED, TRAINING, VALIDATION, Sequence, TaskBatches, drawn
 
 LENGTHS = (32, 64, 200)

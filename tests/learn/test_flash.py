@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from learn.flash import block_sizes
+from learn.page import count_traffic
 from learn.problem import FORWARD, Problem, solve
-from learn.traffic import count
 
 PROBLEMS = [
     Problem(),
@@ -51,7 +51,7 @@ def test_flash_attention_1_has_the_traffic_of_algorithm_1() -> None:
 
 def test_traffic_falls_with_memory_as_in_the_theorem_and_that_of_standard_attention_does_not() -> None:
     N, d = 32, 4
-    curves = count(N, d)
+    curves = count_traffic(N, d)
     standard, flash = curves.moved["standard"], curves.moved["flash_1"]
     # Forward: Q, K, V, O once, S and P twice. Backward: Q, K, V, dQ, dK, dV once, dO and P twice, dS three times.
     assert set(standard) == {(4 + 8) * N * d + (4 + 5) * N**2}

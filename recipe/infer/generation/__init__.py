@@ -9,7 +9,6 @@ prompts.py   prompts from a file, texts to a file
 """
 
 from recipe.infer.generation.engine import Engine, Request, generate
-from recipe.infer.generation.errors import GenerationError
-from recipe.infer.generation.sampling import Sampling
+from recipe.infer.generation.sampling import GenerationError, Sampling
 
 __all__ = ["Engine", "GenerationError", "Request", "Sampling", "generate"]

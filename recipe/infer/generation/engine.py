@@ -28,9 +28,8 @@ from torch import Tensor
 from model.cache import PAGE_SIZE, CacheSize, bytes_per_token, longest_window, pages_of
 from model.gpt import GPT
 from model.options import Positions
-from recipe.infer.generation.errors import GenerationError
 from recipe.infer.generation.rows import lay_out, padded
-from recipe.infer.generation.sampling import FIRST_STREAM, Sampling, Stream
+from recipe.infer.generation.sampling import FIRST_STREAM, GenerationError, Sampling, Stream
 from recipe.infer.generation.steps import Steps, decoding_attention
 from recipe.training.device import free_memory
 

@@ -12,7 +12,7 @@ from data.tokenizers import Tokenizer
 from data.untrusted import LINE, UntrustedError, has_half_characters, parse_json, read_text
 from recipe.files import to_json
 from recipe.infer.generation.engine import Engine, Request
-from recipe.infer.generation.errors import GenerationError
+from recipe.infer.generation.sampling import GenerationError
 from recipe.infer.generation.text import Text
 
 

@@ -20,12 +20,17 @@ import torch
 from torch import Tensor
 
 from model.cache import upload
-from recipe.infer.generation.errors import GenerationError
+from recipe.errors import UserError
 
 Stream = tuple[int, int]  # the number of a prompt, and of its sample
 FIRST_STREAM = (0, 0)
 MANTISSA = 53  # random bits of a double in [0, 1)
 SMALLEST_TEMPERATURE = 1e-6  # logits divided by it stay finite in fp32
+
+
+class GenerationError(UserError, ValueError):
+    """Prompts, sampling options or files that cannot be used, or text that does not fit in memory; the message says
+    what to change."""
 
 
 @dataclass(frozen=True)

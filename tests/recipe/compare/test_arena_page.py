@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from compare import main
-from recipe.compare.arena_notes import arena_headline, departures, go_on, lr_warnings, skewed
-from recipe.compare.arena_page import write_arena_report
+from recipe.compare.arena_page import arena_headline, departures, go_on, lr_warnings, skewed, write_arena_report
 from recipe.compare.arena_results import Arena, compare_arms
 from recipe.compare.page import Report
 from recipe.compare.runs import find_runs

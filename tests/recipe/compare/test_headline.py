@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from recipe.compare.costs import crossovers, points, same_tokens
+from recipe.compare.costs import crossovers, points, ranking, same_tokens
 from recipe.compare.headline import Headline, headline
 from recipe.compare.parity import judge
-from recipe.compare.ranking import ranking
 from recipe.compare.runs import find_runs
 from recipe.compare.sweeps import Sweep, labels_of, sweeps_of
 from recipe.compare.tables import Table, ablation_table, cell_table, run_table

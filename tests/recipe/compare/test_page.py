@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from recipe.compare.page import Report, time_of, write_report
+from recipe.compare.page import Report, write_report
 from recipe.compare.runs import find_runs, read_run
 from recipe.compare.tables import runs_csv, signed
 from recipe.wording import percent, power_of_ten, short_length, short_number, size, times
@@ -98,14 +98,6 @@ def test_no_two_elements_of_the_page_share_an_id(page: str) -> None:
 def test_sources_are_named(folder: Path, page: str) -> None:
     for source in (str(folder), "0123456", "NVIDIA H200", "torch 2.11.0", "2026-11-20"):
         assert source in page
-
-
-def test_the_time_of_all_runs_counts_from_the_first_start_to_the_last_end(tmp_path: Path) -> None:
-    for seed in (1, 3):
-        write_run(tmp_path / str(seed), "naive", seed=seed, stop=0)
-    assert time_of(find_runs([tmp_path]).runs).startswith("2 runs in 2:40,")
-    write_run(tmp_path / "4", "naive", seed=4, stop=0, summary={"finished": "yesterday"})
-    assert time_of(find_runs([tmp_path]).runs) == ""
 
 
 def test_the_kernels_of_an_implementation_that_has_several_are_named(tmp_path: Path) -> None:

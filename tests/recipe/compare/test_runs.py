@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.compare.notes import notes_on
+from recipe.compare.headline import notes_on
 from recipe.compare.page import write_report
 from recipe.compare.runs import find_runs, read_run
 from recipe.compare.sweeps import cells_of, labels_of, sweeps_of

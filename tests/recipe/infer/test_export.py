@@ -24,7 +24,7 @@ from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
 from recipe.infer.generation.sampling import Sampling
 from recipe.infer.generation.text import stream
-from recipe.infer.huggingface import Origin, export
+from recipe.infer.huggingface.export import Origin, export
 from recipe.infer.huggingface.loading import load
 from recipe.infer.huggingface.settings import WeightsError
 from recipe.run.config import Config, as_plain

@@ -25,12 +25,12 @@ from model.positions import position_tables
 from model.score import attention_scores, layer_scores
 from recipe.distributed.world import World
 from recipe.infer.generation import Engine, Request, Sampling
+from recipe.infer.huggingface import HuggingFace
 from recipe.infer.huggingface.families import BEFORE, FAMILIES, Family
 from recipe.infer.huggingface.loading import folder_mistakes, load
 from recipe.infer.huggingface.settings import WeightsError, essence, read_settings
 from recipe.infer.huggingface.starting import start_from
 from recipe.infer.huggingface.weights import describe, renamed
-from recipe.infer.starting import HuggingFace
 from recipe.run.build import build_model
 from recipe.run.compose import composed, to_config
 from recipe.run.config import Config

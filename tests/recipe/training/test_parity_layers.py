@@ -15,7 +15,7 @@ from data.batches import Batch
 from model.gpt import GPT
 from model.options import GPTConfig
 from model.score import ScoreConfig
-from recipe.compare.layers import alone_worst
+from recipe.compare.parity import alone_worst
 from recipe.compare.runs import find_runs
 from recipe.compare.sweeps import Cell
 from recipe.compare.verdict import Verdict
