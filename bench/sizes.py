@@ -38,7 +38,7 @@ BUDGETS = {
     "tests": 265_200,
 }
 MOST_FILES = 345
-MOST_WORDS = 31_000  # of the pages in docs/
+MOST_WORDS = 27_600  # of the pages in docs/
 MOST_OPTIONS = 130
 
 
