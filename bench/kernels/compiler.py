@@ -83,25 +83,31 @@ def collect(architecture: int, launches: Iterable[Launch]) -> Iterator[Kernel]:
         compilations.append((self, self.ASTSource(self, signature, constants, attrs), dict(given), vars(options)))
 
     launch = JITFunction.run
-    triton.runtime.driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: target,
-            get_current_device=lambda: architecture,  # Triton has kernels for each device
-            get_current_stream=lambda device: 0,
-        )
-    )
-    with (
-        mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(JITFunction, "_do_compile", note),
-        mock.patch.object(gpu, "capability", return_value=divmod(architecture, 10)),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)),
-    ):
+    with running(target, run), mock.patch.object(JITFunction, "_do_compile", note):
         for name, call in launches:
             call()
             for function, source, asked, options in compilations:
                 kernel = function.fn.__name__.removesuffix("_kernel")
                 yield Kernel(f"{name}/{kernel}", digest_of(source, asked, target), source, target, options)
             compilations.clear()
+
+
+@contextlib.contextmanager
+def running(target: GPUTarget, run: Callable[..., None]) -> Iterator[None]:
+    """Within this context a launch calls `run`, as if the machine had the GPU."""
+    driver = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: target.arch,  # Triton has kernels for each device
+        get_current_stream=lambda device: 0,
+    )
+    triton.runtime.driver.set_active(driver)
+    properties = SimpleNamespace(multi_processor_count=132)
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(gpu, "capability", return_value=divmod(target.arch, 10)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+    ):
+        yield
 
 
 def digest_of(source: ASTSource, options: dict[str, Any], target: GPUTarget) -> str:

@@ -2,7 +2,7 @@
 
 TRITON_INTERPRET=0 python -m bench.kernels.oldest sm_80 sm_90a
 
-    {"gpu": "sm_80", "kernels": 7, "refusal": null}
+    {"gpu": "sm_80", "kernels": 6, "refusal": null}
 
 A launch on tensors in the CPU's memory compiles its kernel to the GPU's machine code and leaves it there. `refusal` is
 the first error of Triton, where one of them does not compile; the exit status is then 1.
@@ -14,19 +14,16 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from attention import gpu
 from attention.flash.backward import Gradients
 from attention.flash.paths import PATHS
 from attention.flash.tiles import rows_like
+from bench.kernels.compiler import running
 from bench.kernels.plain import calls, dropping
 
 TARGETS = {
@@ -48,17 +45,7 @@ def compiling(target: GPUTarget) -> Iterator[list[str]]:
         run(self, *args, grid=grid, warmup=True, **options)
         compiled.append(self.fn.__name__)
 
-    driver = SimpleNamespace(
-        get_current_target=lambda: target,
-        get_current_device=lambda: str(target.arch),  # Triton caches kernels by device
-        get_current_stream=lambda device: 0,
-    )
-    triton.runtime.driver.set_active(driver)
-    with (
-        mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(gpu, "capability", return_value=divmod(target.arch, 10)),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)),
-    ):
+    with running(target, compile_only):
         yield compiled
 
 

@@ -141,9 +141,8 @@ def lr_table(arena: Arena) -> Table | None:
         for tried in arm.tried:
             chosen = "chosen" if tried.lr == arm.lr else DASH
             mean = DASH if not tried.losses else "diverged" if math.isinf(tried.mean) else f"{tried.mean:.4f}"
-            edge = "at the edge" if tried.lr == arm.lr and arm.lr_at_edge else DASH
-            rows.append([arm.name, f"{tried.lr:g}", str(len(tried.losses)), mean, chosen, edge])
-    columns = ["arm", "learning rate", "seeds", "val loss", "choice", "warning"]
+            rows.append([arm.name, f"{tried.lr:g}", str(len(tried.losses)), mean, chosen])
+    columns = ["arm", "learning rate", "seeds", "val loss", "choice"]
     caption = "Tried on separate seeds, on which no arm is judged."
     return table("lr-sweep", "Learning rates", columns, rows, caption) if rows else None
 

@@ -121,8 +121,8 @@ def _section(
     """
     verdicts_here = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
     model, data = (_all_of(str(run.option(f"{part}.name", part)) for run in sweep.runs) for part in ("model", "data"))
-    tables = parity_table(verdicts_here, reference), cell_table(sweep), ablation_table(sweep.runs)
-    tables = *tables, corpora_table(sweep.runs)
+    parity, cells = parity_table(verdicts_here, reference), cell_table(sweep)
+    tables = parity, cells, ablation_table(sweep.runs), corpora_table(sweep.runs)
     return Section(
         prefix,
         f"{model} on {data}{f', {settings}' if settings else ''}",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +11,7 @@ from data.progress import progress
 from recipe.infer.evaluation.results import Measured
 from recipe.infer.trained import Loaded
 from recipe.run.config import ConfigError
-from recipe.training.recall import PositionLoss, build_recall, lengths_for, unknown_recalls
+from recipe.training.recall import build_recall, lengths_for, unknown_recalls
 
 
 def probe_names(given: str) -> list[str]:
@@ -50,8 +48,7 @@ def run_probes(
         with torch.no_grad(), loaded.autocast():
             metrics = probe.measure(model)
             beyond, details = probe.details(model)
-        table = as_table(name, details) if details else "\n".join(f"{x}  {value:.4g}" for x, value in metrics.items())
-        yield Measured(name, metrics | beyond, name, details, table)
+        yield Measured(name, metrics | beyond, name, details)
 
 
 def limits(loaded: Loaded) -> str | None:
@@ -59,37 +56,3 @@ def limits(loaded: Loaded) -> str | None:
     if len(lengths_for(loaded.model, loaded.config.seq_len)) > 1:
         return None
     return f"Learned positions end at {loaded.config.seq_len:,} tokens, so no longer inputs are measured."
-
-
-def as_table(probe: str, details: Mapping[str, Any]) -> str:
-    """A probe's details as lines of text: the accuracy by length and distance, or the loss by position."""
-    rows = (loss_rows if probe == PositionLoss.name else accuracy_rows)(details)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def accuracy_rows(details: Mapping[str, Any]) -> list[list[str]]:
-    """A row for each length, and a column for each range of distances that any length has; in percent."""
-    lengths, cells = details["lengths"], details["accuracy"]
-    asked = [n for n, of_range in enumerate(zip(*cells, strict=True)) if any(cell is not None for cell in of_range)]
-    ranges = spans([*details["distances"], 2 * lengths[-1]])
-    rows = [
-        [f"{length:,}", *("" if row[n] is None else f"{100 * row[n]:.0f} %" for n in asked)]
-        for length, row in zip(lengths, cells, strict=True)
-    ]
-    return [["tokens", *(f"{ranges[n]} back" for n in asked)], *rows]
-
-
-def loss_rows(details: Mapping[str, Any]) -> list[list[str]]:
-    """A row for each range of positions, which count from 1; the last range is open."""
-    firsts = [position + 1 for position in details["positions"]]
-    ranges = [*spans(firsts), f"from {firsts[-1]:,}"]
-    return [
-        ["position", "loss"],
-        *([where, f"{loss:.4f}"] for where, loss in zip(ranges, details["loss"], strict=True)),
-    ]
-
-
-def spans(edges: Sequence[int]) -> list[str]:
-    """The whole numbers from each edge to before the next, in words."""
-    return [f"{low:,}" if high == low + 1 else f"{low:,}-{high - 1:,}" for low, high in pairwise(edges)]

@@ -21,22 +21,18 @@ class Measured(NamedTuple):
     name     for people, with the settings that change it
     metrics  by their names
     probe    that made it, with
-    details  that its figure shows, and
-    table    of these, as lines of text
+    details  that its figure shows
     """
 
     name: str
     metrics: dict[str, Any]
     probe: str = ""
     details: Mapping[str, Any] = MappingProxyType({})
-    table: str = ""
 
 
 def show(one: Measured) -> None:
     """Print a measurement: its metrics on one line."""
     print(one.name, *(f"{metric} {formatted(value)}" for metric, value in one.metrics.items()), sep="  ", flush=True)
-    if one.table:
-        print(one.table, flush=True)
 
 
 def formatted(value: float) -> str:
