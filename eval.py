@@ -58,8 +58,7 @@ from recipe.run.compose import checked, expand_home, to_config
 from recipe.run.config import ConfigError
 from recipe.run.wording import one_sentence
 from recipe.training import recall
-from recipe.training.device import resolve_device
-from recipe.training.memory import oom_guard
+from recipe.training.device import oom_guard, resolve_device
 
 # The options of data=... that choose a text. The others say how to train on it.
 OF_TEXT = ("data", "data.path", "data.text_field", "data.max_tokens")

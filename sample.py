@@ -62,8 +62,7 @@ from recipe.run.arguments import parse as key_values
 from recipe.run.config import ConfigError, as_plain
 from recipe.run.recorded import read_config
 from recipe.run.wording import one_sentence
-from recipe.training.device import resolve_device
-from recipe.training.memory import oom_guard
+from recipe.training.device import oom_guard, resolve_device
 
 
 @dataclass

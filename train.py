@@ -57,9 +57,8 @@ from recipe.run.record import recorded_out_of_memory
 from recipe.run.resume import check_unused
 from recipe.run.run_folder import locked
 from recipe.run.wording import one_sentence
-from recipe.training.device import computing_with, resolve_device
+from recipe.training.device import computing_with, cpu_memory_limit, oom_guard, resolve_device, too_large_model
 from recipe.training.loop import Run, fit
-from recipe.training.memory import cpu_memory_limit, oom_guard, too_large_model
 from recipe.training.step import Trainer
 
 

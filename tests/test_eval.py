@@ -30,7 +30,7 @@ from recipe.run.config import Config
 from recipe.run.run_folder import locked
 from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import save_checkpoint
-from recipe.training.memory import cpu_memory_limit
+from recipe.training.device import cpu_memory_limit
 from tests.limits import data_gib
 
 TOKENIZER, T = bytes_tokenizer(), 24

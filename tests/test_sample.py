@@ -23,7 +23,7 @@ from recipe.infer.trained import CheckpointChoice
 from recipe.run.config import Config, ConfigError
 from recipe.run.recorded import read_config
 from recipe.training.checkpoint import save_checkpoint
-from recipe.training.memory import cpu_memory_limit
+from recipe.training.device import cpu_memory_limit
 from sample import SampleConfig, main, parse
 from tests.limits import data_gib
 from tests.own_attention import ScalableSoftmax

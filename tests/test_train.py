@@ -41,8 +41,7 @@ from recipe.run.config import Config, ConfigError, as_plain
 from recipe.run.metrics import read_metrics
 from recipe.run.mistakes import mistakes
 from recipe.run.tracker import TrackingConfig, TrackingMode
-from recipe.training.device import Precision
-from recipe.training.memory import OutOfMemory
+from recipe.training.device import OutOfMemory, Precision
 from recipe.training.optimizer import ScheduleConfig
 from recipe.training.options import CPUConfig, TrainingConfig
 from recipe.training.parity_probe import ParityConfig

@@ -2,12 +2,16 @@
 
 A step gives the same bits as without sharding: the ranks add gradients in the fixed tree (exchange.py), and take norms
 of the same pieces of them (norm.py).
+
+Autocast rounds the matrices of the blocks before every product, and widens their gradients afterwards. Copies of them
+in autocast's precision have the same values, and gradients that no cast has widened: ranks exchange half the bytes of
+both, and lose no bit.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,10 +21,26 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model.gpt import GPT
+from model.linear import Linear
 from recipe.distributed.exchange import FixedTree, add_shares
 from recipe.distributed.norm import local
 from recipe.distributed.options import ParallelConfig
-from recipe.distributed.rounding import rounded_by_autocast
+
+
+def rounded_by_autocast(model: GPT) -> list[nn.Parameter]:
+    """The matrices of the blocks that only products read which autocast takes in its own precision."""
+    return [module.get_parameter("weight") for module in model.h.modules() if isinstance(module, Linear)]
+
+
+def rounded(matrix: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """A copy in another precision."""
+    return nn.Parameter(matrix.detach().to(dtype))
+
+
+def with_others(model: GPT, others: Mapping[nn.Parameter, nn.Parameter]) -> GPT:
+    """A copy of the model with other parameters in place of some. Everything else that it has is the model's."""
+    shared: dict[int, object] = {id(x): x for x in (model.attend, *model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared | {id(p): other for p, other in others.items()})
 
 
 def without_values(model: GPT) -> GPT:
@@ -44,7 +64,7 @@ def sharded(model: GPT, device: torch.device, dtype: torch.dtype, config: Parall
     matrices = set(rounded_by_autocast(model))
     # The library would add in the precision of the gradients; TreeReduceScatter adds in fp32.
     summed_in = None if config.exact else torch.float32
-    rounded = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=summed_in, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=summed_in, cast_forward_inputs=False)
     # The backward pass begins with the parameters outside the blocks, so they are not dropped before it.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=matrices)
     for block in model.h:
@@ -52,7 +72,7 @@ def sharded(model: GPT, device: torch.device, dtype: torch.dtype, config: Parall
             block,
             mesh=mesh,
             reshard_after_forward=config.reshard_after_forward,
-            mp_policy=rounded,
+            mp_policy=policy,
             ignored_params=set(block.parameters()) - matrices,
         )
     for module in (model, *model.h):

@@ -20,9 +20,17 @@ from recipe.distributed.exchange import AnyOrder, Exchange, FixedTree, add_losse
 from recipe.distributed.norm import PIECES, divides
 from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.ranks import patience
-from recipe.distributed.rounding import rounded, rounded_by_autocast, with_others
 from recipe.distributed.sharded_update import with_bits_of_wholes
-from recipe.distributed.sharding import ShardedTree, gathered, keep_shards, sharded, without_values
+from recipe.distributed.sharding import (
+    ShardedTree,
+    gathered,
+    keep_shards,
+    rounded,
+    rounded_by_autocast,
+    sharded,
+    with_others,
+    without_values,
+)
 from recipe.distributed.shared_update import SharedAdamW, SharedSum, SharedTree
 from recipe.distributed.world import World
 

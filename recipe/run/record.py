@@ -28,8 +28,8 @@ from recipe.run.summary import environment, write_summary
 from recipe.run.tracker import Tracker, TrackingConfig
 from recipe.training.ablation import measure as measure_ablation
 from recipe.training.checkpoint import save_checkpoint
+from recipe.training.device import OutOfMemory
 from recipe.training.loop import NullRecord
-from recipe.training.memory import OutOfMemory
 from recipe.training.parity import summarise
 from recipe.training.step import NonFiniteError, Trainer
 

@@ -16,8 +16,8 @@ from torch.profiler import record_function
 from data.batches import Batch, Source
 from data.prefetcher import Prefetcher
 from recipe.training.checkpoint import save_checkpoint
+from recipe.training.device import cpu_memory_limit, oom_guard, too_large_step
 from recipe.training.interruption import Interruption
-from recipe.training.memory import cpu_memory_limit, oom_guard, too_large_step
 from recipe.training.parity_probe import ParityProbe
 from recipe.training.recall import Recall
 from recipe.training.step import Trainer

@@ -14,7 +14,7 @@ from attention.check.memory import AllocationMeter
 from attention.interface import Call
 from attention.naive import NaiveAttention
 from recipe.run.attention_alone import attention_ms, attention_peak
-from recipe.training.memory import cpu_memory_limit
+from recipe.training.device import cpu_memory_limit
 
 SHAPE = AttentionShape(head_dim=16, n_heads=2, n_kv_heads=2, dtype=torch.float32, device=torch.device("cpu"))
 
