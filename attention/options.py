@@ -64,7 +64,7 @@ class AttentionConfig:
     backend    which of torch's kernels to use (sdpa); auto or flash (flex)
     allow_tf32 let fp32 matrix products round their inputs to TF32 (flash)
     path       the kernels to use: plain ones for every GPU, or those for Hopper (flash)
-    precision  precision of the products; fp8 is for evaluation and inference (flash)
+    precision  of the products: that of q, k and v, or e4m3, for evaluation and inference (flash)
 
     Every implementation reads `name` and `dropout`; an option it does not read is refused unless left at its default.
     Options with a choice take it by name too: path="plain". Raises AttentionError for an unknown choice.

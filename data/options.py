@@ -44,7 +44,7 @@ class DataConfig:
     cache           folder of the prepared tokens
     hub             a data set on the Hugging Face hub, or the folder of its download
     hub_rows        the rows of that data set to read
-    documents       how attention treats documents that share a sequence
+    documents       how attention treats documents that share a sequence (docs/variants.md)
     text_field      the field of .jsonl, .parquet and hub rows that holds the text
     """
 
