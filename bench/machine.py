@@ -73,6 +73,6 @@ def slug(device: str) -> str:
 
 
 def require_gpu(parser: argparse.ArgumentParser, advice: str = "") -> None:
-    """Exit with status 2 and one sentence where there is no CUDA GPU. Leaves CUDA uninitialised: bench.tune forks."""
+    """Exit with status 2 and one sentence where there is no CUDA GPU."""
     if torch.cuda.device_count() == 0:
         parser.error(f"this benchmark needs a CUDA GPU, and torch finds none here{advice}")

@@ -83,18 +83,6 @@ def dropping(call: KernelCall) -> KernelCall:
     return call._replace(spec=call.spec._replace(threshold=26), inputs=inputs)
 
 
-def lengths() -> Iterator[Launch]:
-    """Calls that differ in lengths and positions and, with the lengths, in the number of heads that run at a time.
-
-    Triton by default specialises kernels for three kinds of length: 1, multiples of 16 and others.
-    """
-    for n, (queries, keys) in enumerate(itertools.product((1, 16, 17, 48, 100), repeat=2)):
-        call = KernelCall(CAUSAL._replace(offsets=True), Inputs(), q_start=n - 1, k_start=16 * (n % 2))
-        yield Launch(
-            f"{queries}-{keys}", partial(launch, 90, ConfigKey(64, False, 128), call, torch.bfloat16, queries, keys)
-        )
-
-
 def launch(
     architecture: int, key: ConfigKey, call: KernelCall, dtype: torch.dtype, queries: int = T, keys: int = T
 ) -> None:

@@ -25,11 +25,23 @@ FIGURES = Figures("ptx", registers=100, spilled=8, shared=4096, serialised=0)
 GROWN, CHANGED = "exchange/sm80/sum-float32/add_pairwise", "exchange/sm80/sum-bfloat16/add_pairwise"
 # Triton chooses between compiler and interpreter when it is imported, so kernels are compiled in a process without it.
 SCRIPT = """
-import json, sys
+import itertools, json, sys
+from functools import partial
 from pathlib import Path
+import torch
+from attention.flash.call import ConfigKey, KernelCall
+from attention.spec import Inputs
 from bench.kernels.__main__ import main
-from bench.kernels.compiler import collect
-from bench.kernels.plain import lengths
+from bench.kernels.compiler import Launch, collect
+from bench.kernels.plain import CAUSAL, launch
+
+def lengths():
+    # Lengths, positions and, with the lengths, the number of heads that run at a time. Triton by default specialises
+    # kernels for three kinds of length: 1, multiples of 16 and others.
+    for n, (queries, keys) in enumerate(itertools.product((1, 16, 17, 48, 100), repeat=2)):
+        call = KernelCall(CAUSAL._replace(offsets=True), Inputs(), q_start=n - 1, k_start=16 * (n % 2))
+        sizes = 90, ConfigKey(64, False, 128), call, torch.bfloat16, queries, keys
+        yield Launch(f"{queries}-{keys}", partial(launch, *sizes))
 
 kernels = {}
 for kernel in collect(90, lengths()):
