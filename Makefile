@@ -41,7 +41,7 @@ $(VENV)/.installed: $(VENV)/.pip pyproject.toml
 
 setup: $(VENV)/.installed ## create .venv with all dependencies (a minute or two)
 
-train: setup ## train a small GPT on the source of Python's standard library (two to three minutes on a CPU)
+train: setup ## train a small GPT on the source of Python's standard library (two and a half minutes on two cores)
 	$(BIN)/python train.py
 
 TESTS ?= -m "not slow"

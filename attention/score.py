@@ -34,7 +34,7 @@ class Score:
     """The visible keys and the changes of scores in one layer. Hashable.
 
     causal    a query sees no key after its position
-    window    keys a query sees, the one at its position included; None: all
+    window    keys a query sees, itself included; None: all
     soft_cap  c in c tanh(s / c), which keeps scores between -c and c; None: no cap
     alibi     subtract slope_h (i - j) from the score of query i and key j
     sinks     a learned logit for each head joins the softmax's sum

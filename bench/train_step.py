@@ -145,7 +145,8 @@ def table(rows: Sequence[Row], theirs: Sequence[Row], dropout: float) -> str:
     """A line for each shape, a column for nanoGPT and each of this project's steps, at one dropout rate."""
     shown = [row for row in rows if row["dropout"] == dropout]
     shapes, order = {row["shape"] for row in shown}, (NANOGPT, *ATTENTIONS)
-    nano = [row | {"attention": NANOGPT} for row in theirs if row["shape"] in shapes and row["dropout"] == dropout]
+    of_nano = {"attention": NANOGPT, "extra": []}
+    nano = [row | of_nano for row in theirs if row["shape"] in shapes and row["dropout"] == dropout]
     together = sorted([*nano, *shown], key=lambda row: (length(row), order.index(row["attention"]), column(row)))
     return pivot(
         together,

@@ -9,7 +9,7 @@ from .option import ScoreOption
 
 
 class Window(ScoreOption):
-    """keys a query sees, the one at its position included; None: all"""
+    """keys a query sees, itself included; None: all"""
 
     name = "window"
     type, words, default = int | None, "a whole number", None

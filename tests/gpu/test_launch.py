@@ -12,6 +12,8 @@ from torch import Tensor
 from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention
 from attention.flash import launch
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
 CALLS: dict[str, tuple[float, dict[str, Any]]] = {
     "causal": (0.0, {}),
     "full": (0.0, {"score": Score(causal=False)}),

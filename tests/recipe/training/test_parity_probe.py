@@ -201,7 +201,7 @@ def test_scores_that_will_not_fit_the_free_memory_are_not_tried(monkeypatch: pyt
 
 def test_masks_that_cannot_be_replayed_are_refused():
     with pytest.raises(ParityError, match=r"attention\.rng=replay"):
-        check_parity(ParityConfig(every=1), AttentionConfig(dropout=0.1, rng=DropoutRng.torch), shape_in(torch.float32))
+        check_parity(ParityConfig(every=1), AttentionConfig("sdpa", 0.1, DropoutRng.torch), shape_in(torch.float32))
 
 
 def test_steps_that_are_probed():
