@@ -34,8 +34,8 @@ from tests.wrong_attention.published import GITHUB, PUBLISHED
 
 SECONDS = 60.0  # that a check may take to find a fault
 LIVE_SECONDS = "30"
-WRONG = re.compile(r"(\w+) of (?:sequence|head) .* is (\S+) off")
-ENDED = re.compile(r"end their process: \w+: (?:CUDA error: )?(.*)")
+WRONG = re.compile(r"(\w+) of (?:sequence|head) [^;]*? is (\S+) off")
+ENDED = re.compile(r"end their process: \w+: (?:CUDA error: )?(.*?)(?: Search for | \()")
 
 Row = dict[str, Any]
 
@@ -57,12 +57,9 @@ def caught(number: int) -> Row:
 def short(line: str) -> str:
     """A failing line with its worst tensor and error alone, "window: out 0.245"; the result has all of it."""
     name, _, detail = line.partition(": ")
-    detail = detail.partition(" (")[0].partition(" Search for ")[0]
-    if wrong := WRONG.search(detail):
-        detail = f"{wrong[1]} {wrong[2]}"
-    elif ended := ENDED.search(detail):
-        detail = f"process ended, {ended[1]}"
-    return f"{name}: {detail}"
+    found = [f"process ended, {why}" for why in ENDED.findall(detail)]
+    found += [f"{tensor} {error}" for tensor, error in WRONG.findall(detail)]
+    return f"{name}: {'; '.join(found) or detail.partition(' (')[0]}"
 
 
 def link(address: str) -> str:
