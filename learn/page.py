@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import base64
 import inspect
-import io
 import itertools
 import json
 import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from learn.flash import block_sizes, lowest
@@ -30,6 +31,7 @@ from learn.ladder import Measured, silent_error
 from learn.problem import Problem, prepared, solve
 from learn.tracing import Recording, record
 from learn.why import reasons
+from recipe.drawing import COLOURS, Chart, label_axes, legend, log_axis, render_svg
 
 TEMPLATES = Path(__file__).parent / "templates"
 # The choices of the page's controls. A window is causal.
@@ -45,8 +47,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 FIRST = {"algorithm": "flash_2", "direction": "forward", "N": 5, "d": 3, "M": 59, "mask": "full", "dropout": 0.0}
 BYTES = 4  # of a number: fp32
 LABELS = {"standard": "standard attention", "flash_1": "FlashAttention-1", "flash_2": "FlashAttention-2"}
-# The page replaces the ink by its text colour; the others are readable on white and on black.
-INK, COLOURS = "#123456", {"standard": "#d1495b", "flash_1": "#edae49", "flash_2": "#2e86ab"}
+TONES = {"standard": "naive", "flash_1": "tiled", "flash_2": "flash"}
 
 
 def problem_of(choice: dict[str, Any]) -> Problem:
@@ -146,7 +147,7 @@ def render(ladder: list[Measured]) -> str:
         order=json.dumps(list(CHOICES)),
         recordings=compressed(recordings),
         curves=curves,
-        chart=draw_traffic(curves),
+        chart=render_svg(Chart("traffic", "Numbers moved", "", partial(draw_traffic, curves=curves))),
         bytes=BYTES,
         style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
         script=(TEMPLATES / "walk.js").read_text(encoding="utf-8"),
@@ -188,28 +189,17 @@ def _moved(problem: Problem, name: str) -> int:
     return solution.before.total + solution.traffic.total
 
 
-def draw_traffic(curves: Curves) -> str:
-    """The curves as an SVG in the page's text colour."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "learn"}
-    style |= {"font.family": "sans-serif", "axes.facecolor": "none"}
-    style |= dict.fromkeys(inked, INK) | dict.fromkeys(
-        ("axes.spines.top", "axes.spines.right", "legend.frameon"), False
-    )
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(7, 3.6), layout="constrained")
-        axes = figure.add_subplot(xlabel="fast memory M (numbers)", ylabel="numbers moved")
-        for name, counts in curves.moved.items():
-            axes.loglog(curves.M, counts, marker="o", markersize=4, color=COLOURS[name], label=LABELS[name])
-        for name, line, label in (("standard", ":", "N d + N²"), ("flash_1", "--", "N² d² / M")):
-            axes.loglog(
-                curves.M, curves.theorem[name], line, color=INK, linewidth=1, label=f"{label}, times a constant"
-            )
-        axes.legend()
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    svg = out.getvalue()
-    return svg[svg.index("<svg") :].replace(INK, "currentColor")
+def draw_traffic(figure: Figure, curves: Curves) -> None:
+    """The numbers moved over the size of fast memory."""
+    axes = figure.add_subplot()
+    for name, counts in curves.moved.items():
+        axes.plot(curves.M, counts, marker="o", markersize=4, color=COLOURS[TONES[name]], label=LABELS[name])
+    for name, line, label in (("standard", ":", "N d + N²"), ("flash_1", "--", "N² d² / M")):
+        axes.plot(
+            curves.M, curves.theorem[name], line, color=COLOURS["ink"], linewidth=1, label=f"{label}, times a constant"
+        )
+    label_axes(axes, "numbers moved", "fast memory M (numbers)")
+    log_axis(axes, axes.dataLim.y0 / 1.3, axes.dataLim.y1 * 1.3)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(curves.M, [f"{M:,}" for M in curves.M])
+    legend(figure, axes)
