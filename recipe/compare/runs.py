@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from data.untrusted import UntrustedError, read_end, read_json
 from recipe.errors import UserError
 from recipe.files import flatten, number, recorded_number
-from recipe.run.metrics import read_metrics
+from recipe.run.metrics import DAMAGED, read_metrics
 from recipe.run.removed import config_as_today
 from recipe.run.run_folder import CONFIG, OVERRIDES, SUMMARY, read_config_values, read_overrides, read_summary
 
@@ -254,6 +254,8 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     if damaged:
         lines = f"line {min(damaged)}" if len(damaged) == 1 else f"{len(damaged)} lines from line {min(damaged)} on"
         notes.append(f"{lines} of metrics.jsonl cannot be read.")
+    if (folder / DAMAGED).exists():
+        notes.append(f"metrics.jsonl had lines that could not be read when the run was resumed; they are in {DAMAGED}.")
     status = str(summary.get("status") or "unfinished")
     if not records and not damaged and status in ("completed", "interrupted", "unfinished"):
         notes.append(f"metrics.jsonl is {'empty' if metrics.is_file() else 'missing'}, so there is no curve.")

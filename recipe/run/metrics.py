@@ -19,6 +19,8 @@ from data.untrusted import METRICS, parse_json, read_bytes
 from recipe.errors import UserError
 from recipe.files import to_json
 
+DAMAGED = "metrics.damaged.jsonl"  # the lines that could not be read when the run was resumed
+
 
 class TrackingError(UserError, RuntimeError):
     """A run whose metrics cannot be recorded; the message says why and what to do."""
@@ -57,7 +59,7 @@ class MetricsFile:
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
         """Begin a new file or, with `resume_step`, keep the readable lines of the old one up to that step.
 
-        Raises TrackingError if the file belongs to another run.
+        Lines that cannot be read go to metrics.damaged.jsonl. Raises TrackingError if the file belongs to another run.
         """
         self.path = path
         self.warning: str | None = None
@@ -66,7 +68,10 @@ class MetricsFile:
             records = [record for record in read_metrics(path, damaged) if record["step"] <= resume_step]
             damaged.pop(path.read_bytes().count(b"\n") + 1, None)  # half a last line, whose step is logged again
             if damaged:
-                self.warning = f"{len(damaged)} lines of {path} could not be read, and are left out."
+                with path.with_name(DAMAGED).open("ab") as aside:
+                    aside.writelines(line + b"\n" for line in damaged.values())
+                numbers = ", ".join(map(str, damaged))
+                self.warning = f"these lines of {path} cannot be read, and are in {DAMAGED} now: {numbers}."
             write_atomically(path, "".join(to_json(record) + "\n" for record in records))
             self.last_step = records[-1]["step"] if records else -1
         elif path.exists() and path.stat().st_size:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from recipe.compare.runs import read_run
 from recipe.run.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.run.progress import ProgressLine
 from recipe.run.summary import draw_loss_curve, git_state, write_summary
@@ -79,7 +80,7 @@ def test_a_kill_while_a_run_is_resumed_keeps_its_lines(tmp_path: Path) -> None:
         assert [record["step"] for record in read_metrics(copy / path.name)][:21] == [*range(21)]
 
 
-def test_damaged_lines_are_counted_and_left_out_when_a_run_is_resumed(tmp_path: Path, capsys: Any) -> None:
+def test_damaged_lines_are_named_and_put_aside_when_a_run_is_resumed(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff\xfe\n{"step": 2}\n[1]\n{"step": 3}\n{"step": 4, "tr')
     (tmp_path / "summary.json").touch()
@@ -87,8 +88,10 @@ def test_damaged_lines_are_counted_and_left_out_when_a_run_is_resumed(tmp_path: 
         with track(tmp_path, resume_step=3):
             assert not (tmp_path / "summary.json").exists(), "it describes a run that has ended"
     assert [strict(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"step": 2}, {"step": 3}]
-    (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
-    assert warning.startswith("warning: 2 lines of"), "half a last line is not damage"
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"\xff\xfe\n[1]\n", "half a last line is not damage"
+    assert capsys.readouterr().out.count("warning: these lines of") == 1
+    (note,) = [note for note in read_run(tmp_path).notes if "could not be read" in note]
+    assert note.endswith("they are in metrics.damaged.jsonl.")
 
 
 def test_a_new_run_does_not_mix_with_an_older_one(tmp_path: Path) -> None:
