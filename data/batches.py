@@ -178,10 +178,6 @@ class Batches:
         starts = self.starts_of(sequences)
         return Stored(self.windows[starts], document_starts=document_starts(self.documents, starts, self.seq_len))
 
-    def batch(self, step: int, micro_step: int = 0) -> Batch:
-        """The micro-batch on the CPU."""
-        return self.stored(step, micro_step).batch()
-
     def _draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
         draws = random_draws(self.seed, epoch, self.n_windows + 1)
         return int(draws[0] % np.uint64(self.n_offsets)), np.argsort(draws[1:], kind="stable")

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from data.batches import Batch, Batches, Stored
+from data.batches import Batches, Stored
 
 
 class MixedBatches:
@@ -38,10 +38,6 @@ class MixedBatches:
             np.concatenate([row.window for row in rows]),
             document_starts=np.concatenate(starts) if starts else None,
         )
-
-    def batch(self, step: int, micro_step: int = 0) -> Batch:
-        """The micro-batch on the CPU."""
-        return self.stored(step, micro_step).batch()
 
 
 def pattern(weights: Sequence[int]) -> list[int]:

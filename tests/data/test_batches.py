@@ -25,7 +25,7 @@ def epoch_starts(batches: Batches, epoch: int) -> np.ndarray:
 
 
 def test_targets_follow_the_inputs():
-    inputs, targets, *_ = make().batch(3)
+    inputs, targets, *_ = make().stored(3).batch()
     assert inputs.shape == targets.shape == (4, 16)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs + 1, targets)  # the tokens count up
@@ -83,7 +83,7 @@ def test_every_token_type_becomes_int64(dtype):
     tokens = (TOKENS % 200).astype(dtype)
     top = np.iinfo(dtype).max
     tokens[:] = np.where(tokens % 2, top, tokens)
-    inputs, *_ = make(tokens).batch(0)
+    inputs, *_ = make(tokens).stored(0).batch()
     assert inputs.dtype == torch.int64
     assert inputs.min() >= 0
     assert inputs.max() == top
@@ -194,7 +194,7 @@ def document_of(position: int) -> int:
 def test_each_input_comes_with_the_start_of_its_document():
     batches = make(documents=DOCUMENTS)
     for step in range(8):
-        inputs, _, starts, _ = batches.batch(step)
+        inputs, _, starts, _ = batches.stored(step).batch()
         assert (starts.shape, starts.dtype) == ((4, 16), torch.int32)
         for row, row_starts in zip(inputs.tolist(), starts.tolist(), strict=True):  # the tokens count up from 0
             assert row_starts == [max(document_of(token) - row[0], 0) for token in row]
@@ -204,7 +204,7 @@ def test_documents_are_the_same_in_evaluation_and_from_the_prefetcher():
     batches = make(documents=DOCUMENTS, micro_steps=2)
     with Prefetcher(batches, "cpu", start_step=3) as prefetched:
         for step, micro_step in ((3, 0), (3, 1), (4, 0)):
-            assert all(map(torch.equal, next(prefetched).tensors(), batches.batch(step, micro_step).tensors()))
+            assert all(map(torch.equal, next(prefetched).tensors(), batches.stored(step, micro_step).batch().tensors()))
     for inputs, _, starts, _ in eval_batches(TOKENS, 16, 4, 3, documents=DOCUMENTS):
         assert starts is not None
         first = inputs[:, :1]
