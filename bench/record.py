@@ -143,6 +143,10 @@ class Recorder:
         """The identity of a row as text."""
         return json.dumps([row.get(field) for field in self.identity])
 
+    def earlier(self, row: Row) -> Row | None:
+        """The row in the file that `row` would replace."""
+        return self.rows.get(self.key(row))
+
     def add(self, *rows: Row) -> None:
         """Write rows; they replace earlier ones of the same identity."""
         self.rows |= {self.key(row): row | {"measurement": self.measurement} for row in rows}

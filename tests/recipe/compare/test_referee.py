@@ -155,7 +155,7 @@ def test_init_seed_draws_the_initial_weights_alone() -> None:
 
     def weights(**options: Any) -> torch.Tensor:
         built = build_model(Config(model=model, seq_len=8, **options), 16, torch.device("cpu"), World())
-        return built.h[0].mlp.c_fc.weight.detach()
+        return built.get_parameter("h.0.mlp.c_fc.weight").detach()
 
     assert torch.equal(weights(seed=3), weights(seed=3, init_seed=None))
     assert torch.equal(weights(seed=3, init_seed=5), weights(seed=5))
