@@ -97,8 +97,8 @@ def results(
     out, state = mixer(replace(inputs, **leaves), case.recurrence, scale)
     ends = [(x, d.to(x.dtype)) for x, d in zip((out, state), directions, strict=True) if x is not None]
     ends = [(x, d) for x, d in ends if x.requires_grad]
-    given = torch.autograd.grad([x for x, _ in ends], list(leaves.values()), [d for _, d in ends], allow_unused=True)
-    return {"out": out, "state": state} | {f"d{name}": x for name, x in zip(leaves, given, strict=True)}
+    found = torch.autograd.grad([x for x, _ in ends], list(leaves.values()), [d for _, d in ends], allow_unused=True)
+    return {"out": out, "state": state} | {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
 
 
 @lru_cache(maxsize=256)
@@ -118,8 +118,8 @@ def expected(case: Case, device: torch.device, has_state: bool) -> dict[str, tup
         noise[:B] = 0
         return x * (1 + unit * noise)
 
-    given = {f.name: x for f in fields(inputs) if (x := getattr(inputs, f.name)) is not None}
-    many = replace(inputs, **{name: several(x) for name, x in given.items()})
+    present = {f.name: x for f in fields(inputs) if (x := getattr(inputs, f.name)) is not None}
+    many = replace(inputs, **{name: several(x) for name, x in present.items()})
     if inputs.log_decay is not None and many.log_decay is not None:
         # Chunks sum the decay's logarithms and subtract the sums: an error of rounding the sums.
         sums = torch.finfo(inputs.log_decay.dtype).eps / 2 * SUMMED * inputs.log_decay.double().mean(2, keepdim=True)

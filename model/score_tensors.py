@@ -57,11 +57,11 @@ class ScoreTensors(nn.Module):
     """The tensors that one layer's score reads, from `score.learned` and `score.tensors`."""
 
     def __init__(
-        self, score: Score, learned: dict[str, Any] | None, given: dict[str, Any] | None, channels: int, n_heads: int
+        self, score: Score, learned: dict[str, Any] | None, fixed: dict[str, Any] | None, channels: int, n_heads: int
     ) -> None:
         """Raises ScoreError for a tensor that nothing gives, and for a shape or value that is none."""
         super().__init__()
-        learned, given = learned or {}, given or {}
+        learned, fixed = learned or {}, fixed or {}
         of_options = [tensor.name for tensor in score.head_tensors]
         wanted = {name: axes for name, axes in score.tensors().items() if name not in of_options}
         self.learned, self.made = nn.ParameterDict(), nn.ModuleDict()
@@ -71,7 +71,7 @@ class ScoreTensors(nn.Module):
         for name, axes in wanted.items():
             if name in learned:
                 self.learned[name] = nn.Parameter(initial(name, learned[name], n_heads))
-            elif given.get(name) == FORGET_GATE:
+            elif fixed.get(name) == FORGET_GATE:
                 if axes not in (("head", "row"), ("head", "column"), ("head", "position")):
                     raise ScoreError(
                         f"score.tensors.{name}={FORGET_GATE} has an entry for each head and token; write {name}[h, i] "
@@ -84,8 +84,8 @@ class ScoreTensors(nn.Module):
                     text = f"({text}) + max({steps}[h, i] - {steps}[h, j], -1e9)"  # of pairs: no row or column alone
                     self.in_parts.append(name)
                     self.score_in_parts = replace(self.score_in_parts, formula=text)
-            elif name in given:
-                self.register_buffer(f"fixed_{name}", constant(name, given[name], n_heads), persistent=False)
+            elif name in fixed:
+                self.register_buffer(f"fixed_{name}", constant(name, fixed[name], n_heads), persistent=False)
                 self.fixed.append(name)
             else:
                 shape = ",".join("h" if axis == "head" else "128" for axis in axes)

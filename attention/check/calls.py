@@ -44,7 +44,7 @@ def problem_of(
         raise NotImplementedError("its formula compares s, and rounding decides on which side a score falls")
     B, _, T, D = q.shape
     S = k.shape[2]
-    given, threshold = tensors or {}, round(256 * dropout) if dropout_key is not None else 0
+    of_score, threshold = tensors or {}, round(256 * dropout) if dropout_key is not None else 0
     if isinstance(dropout_key, Tensor):  # packed
         dropout_key = DropoutKey(*dropout_key.unbind())
     seen, i, j = visible(score, layout, B, T, S, q.device)
@@ -52,10 +52,10 @@ def problem_of(
     def problem(heads: slice) -> Problem:
         shift = keep = change = None
         if score.alibi:
-            shift = -given["slopes"][heads].double()[:, None, None] * (i - j)
+            shift = -of_score["slopes"][heads].double()[:, None, None] * (i - j)
         if score.formula is not None:
             of_options = [tensor.name for tensor in score.head_tensors]
-            named = {name: given[name] for name in score.tensors() if name not in of_options}
+            named = {name: of_score[name] for name in score.tensors() if name not in of_options}
             change = change_of(str(score.formula), B, seen, i, j, heads, named)
         if threshold and dropout_key is not None:
             key = replace(dropout_key, first_head=dropout_key.first_head + heads.start)
@@ -65,7 +65,7 @@ def problem_of(
             seen=seen,
             soft_cap=score.soft_cap,
             shift=shift,
-            sinks=given["sinks"][heads] if score.sinks else None,
+            sinks=of_score["sinks"][heads] if score.sinks else None,
             keep=keep,
             keep_scale=256 / (256 - threshold),
             change=change,

@@ -144,8 +144,8 @@ def compiled_call(
     compiled: Any = torch.compile(session.subject.prepared(case, inputs), fullgraph=True, backend=backend)
     leaves = [x.detach().requires_grad_(session.gradients) for x in (inputs.q, inputs.k, inputs.v)]
     out = compiled(*leaves)[0]
-    given = torch.autograd.grad(out, leaves, inputs.do) if session.gradients else ()
-    return {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), given, strict=False))
+    gradients = torch.autograd.grad(out, leaves, inputs.do) if session.gradients else ()
+    return {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=False))
 
 
 def compilation(session: Session) -> Line:

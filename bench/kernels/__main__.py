@@ -77,8 +77,8 @@ def renewed(record: Record, today: dict[str, Kernel], reports: dict[str, Report]
 def other_code(record: Record, reports: dict[str, Report], version: str) -> Iterator[str]:
     """The kernels whose PTX differs from the recorded one, although their sources are the same."""
     for name, report in reports.items():
-        known = record.kernels[name].versions.get(version)
-        if known is not None and known.ptx and report.figures != known:
+        recorded = record.kernels[name].versions.get(version)
+        if recorded is not None and recorded.ptx and report.figures != recorded:
             yield f"{name} compiles to other code than recorded, though its sources are the same; run make kernels"
 
 

@@ -44,9 +44,9 @@ def launches(architecture: int) -> Iterator[Launch]:
         torch.empty(2, 64, 24, 64, dtype=torch.bfloat16)[:, :, :16],
         torch.empty(2, 64, 16, 64, dtype=torch.bfloat16),
     )
-    given = torch.empty(64), torch.empty(64, 32), torch.empty(64, 32), 1e-6
-    yield Launch(f"model/sm{architecture}/rotation", lambda: launch_rotate(q, *given))
-    yield Launch(f"model/sm{architecture}/rotation-gradient", lambda: launch_rotate_gradient(dy, q, *given))
+    arguments = torch.empty(64), torch.empty(64, 32), torch.empty(64, 32), 1e-6
+    yield Launch(f"model/sm{architecture}/rotation", lambda: launch_rotate(q, *arguments))
+    yield Launch(f"model/sm{architecture}/rotation-gradient", lambda: launch_rotate_gradient(dy, q, *arguments))
     x, out, bits = torch.empty(2, 64, 768), q.new_empty(2, 64, 768), torch.empty(2, 64, 96, dtype=torch.uint8)
     weight, stats = torch.empty(768), torch.empty(128, 2)
     yield Launch(

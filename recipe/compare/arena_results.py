@@ -87,8 +87,8 @@ class ArmRuns:
 
     def recorded(self, name: str) -> float | None:
         """A number of the summaries: the median over the runs."""
-        known = [value for run in self.runs.values() if (value := number(run.summary.get(name))) is not None]
-        return statistics.median(known) if known else None
+        numbers = [value for run in self.runs.values() if (value := number(run.summary.get(name))) is not None]
+        return statistics.median(numbers) if numbers else None
 
 
 @dataclass(frozen=True)
@@ -195,15 +195,15 @@ def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
 
     runs  in the sweep's folder; their names are the numbers of the plan
     """
-    known, task = {int(run.name): run for run in runs if run.name.isdigit()}, task_of(runs)
-    arms = {arm: _arm_runs(plan, arm, known, task) for arm in plan.arms}
+    by_number, task = {int(run.name): run for run in runs if run.name.isdigit()}, task_of(runs)
+    arms = {arm: _arm_runs(plan, arm, by_number, task) for arm in plan.arms}
     pairs = {arm: _differences(arms[arm], arms[plan.baseline]) for arm in plan.others}
     p_values = {arm: _p_value(plan, differences) for arm, differences in pairs.items()}
     levels = dict(zip(pairs, holm_levels(list(p_values.values()), ALPHA / plan.planned_looks), strict=True))
     comparisons = [
         _compare(plan, arms[arm], arms[plan.baseline], pairs[arm], p_values[arm], levels[arm], task) for arm in pairs
     ]
-    return Arena(plan, arms, tuple(comparisons), known, task)
+    return Arena(plan, arms, tuple(comparisons), by_number, task)
 
 
 def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run], task: str | None) -> ArmRuns:
@@ -298,10 +298,10 @@ def loss_at(run: Run, step: float) -> float:
 
 
 def _reading(differences: Sequence[float | None]) -> Reading | None:
-    known = [difference for difference in differences if difference is not None]
-    if len(known) < 2 or len(known) < len(differences):
+    complete = [difference for difference in differences if difference is not None]
+    if len(complete) < 2 or len(complete) < len(differences):
         return None
-    test = paired(known)
+    test = paired(complete)
     return Reading(float(test.mean), test.interval(ALPHA))
 
 

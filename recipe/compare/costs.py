@@ -102,12 +102,12 @@ def _point(label: str, cell: Cell, sweep: Sweep) -> Point:
 
 def loss_of(losses: Iterable[float | None]) -> Loss | None:
     """The known losses of several seeds as one; None without any."""
-    known = [loss for loss in losses if loss is not None]
-    if not known:
+    measured = [loss for loss in losses if loss is not None]
+    if not measured:
         return None
-    mean = statistics.fmean(known)
-    deviation = statistics.stdev(known) if len(known) > 1 and math.isfinite(mean) else None
-    return Loss(mean, deviation, len(known))
+    mean = statistics.fmean(measured)
+    deviation = statistics.stdev(measured) if len(measured) > 1 and math.isfinite(mean) else None
+    return Loss(mean, deviation, len(measured))
 
 
 def speed_of(runs: Sequence[Run]) -> Speed | None:
@@ -134,8 +134,8 @@ def _most_steps(run: Run, median: float) -> tuple[float, float]:
 
 def median_of(values: Iterable[float | None]) -> float | None:
     """The median of the known values; None without any."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    measured = [value for value in values if value is not None]
+    return statistics.median(measured) if measured else None
 
 
 def attention_alone(runs: Iterable[Run]) -> bool:

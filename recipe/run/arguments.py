@@ -31,16 +31,16 @@ def parse(arguments: Sequence[str], schema: type[T], program: str, verbatim: Col
 
     Raises ArgumentError for an unknown key or a value of the wrong type.
     """
-    known = [f.name for f in fields(schema)]  # type: ignore[arg-type]
+    names = [f.name for f in fields(schema)]  # type: ignore[arg-type]
     config = OmegaConf.structured(schema)
     for argument in arguments:
         key, separator, value = argument.partition("=")
         key = key.replace(".", "_")
-        if not separator and key in known:
+        if not separator and key in names:
             raise ArgumentError(f"{argument} has no value; write {argument}=<value>.")
-        if not separator or key not in known:
-            hint = suggestion(key, known) or f"; python {program} --help lists them."
-            if not separator and "run" in known and Path(argument).expanduser().is_dir():
+        if not separator or key not in names:
+            hint = suggestion(key, names) or f"; python {program} --help lists them."
+            if not separator and "run" in names and Path(argument).expanduser().is_dir():
                 hint = f"; did you mean run={argument}?"
             raise ArgumentError(f"{argument} is not an argument{hint}")
         try:
@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str], schema: type[T], program: str, verbatim: Col
     return OmegaConf.to_object(config)  # type: ignore[return-value]
 
 
-def suggestion(wrong: str, known: list[str]) -> str:
+def suggestion(wrong: str, names: list[str]) -> str:
     """ "; did you mean x?" for the known name nearest to a wrong one, else nothing."""
-    near = difflib.get_close_matches(wrong, known, n=1)
+    near = difflib.get_close_matches(wrong, names, n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -34,10 +34,10 @@ def resumed(overrides: list[str]) -> list[str]:
 
     Raises ConfigError, CheckpointError where there is nothing to resume.
     """
-    given = by_key(overrides)
-    if "resume" not in given or given["resume"].value() is None:
+    typed = by_key(overrides)
+    if "resume" not in typed or typed["resume"].value() is None:
         return overrides
-    target, run_dir = str(given["resume"].value()), given.get("hydra.run.dir")
+    target, run_dir = str(typed["resume"].value()), typed.get("hydra.run.dir")
     if target != "auto":
         folder = Path(target)
         if not (folder / OVERRIDES).is_file():
@@ -53,15 +53,15 @@ def resumed(overrides: list[str]) -> list[str]:
     earlier = {
         key: override
         for key, override in by_key(earlier_defaults(folder, lines(recorded))).items()
-        if key.partition(".")[0] not in given  # such as optimizer=muon
+        if key.partition(".")[0] not in typed  # such as optimizer=muon
     }
     for key in ("attention.name", "attention"):
-        if key in given or key in recorded | earlier:
-            check_attention_file(folder, checkpoint, (recorded | earlier | given)[key].value(), key in given)
+        if key in typed or key in recorded | earlier:
+            check_attention_file(folder, checkpoint, (recorded | earlier | typed)[key].value(), key in typed)
             break
     path = quoted(str(folder))
     last = by_key([f"resume={path}", f"hydra.run.dir={path}", "hydra.mode=RUN"])
-    return lines(recorded | earlier | given | last)
+    return lines(recorded | earlier | typed | last)
 
 
 def check_attention_file(run: Path, checkpoint: Path, name: Any, is_new: bool) -> None:

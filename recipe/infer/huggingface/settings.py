@@ -83,10 +83,10 @@ def number(content: dict[str, Any], key: str, default: Any, source: str) -> int:
 
 def biases(family: Family, content: dict[str, Any], source: str) -> dict[str, Any]:
     """The options of biases, where a family's models differ in them."""
-    given = {key: bool(content.get(key, family.defaults.get(key, False))) for key in family.biases}
-    if "use_bias" in given:
-        return {"bias": given["use_bias"]}
-    attention, mlp = given.get("attention_bias", False), given.get("mlp_bias", False)
+    flags = {key: bool(content.get(key, family.defaults.get(key, False))) for key in family.biases}
+    if "use_bias" in flags:
+        return {"bias": flags["use_bias"]}
+    attention, mlp = flags.get("attention_bias", False), flags.get("mlp_bias", False)
     if mlp and not attention:
         raise WeightsError(f"init_from={source} has mlp_bias=true and attention_bias=false, which no model here has.")
     return {"bias": True} if mlp else {"attention_bias": AttentionBias.all} if attention else {}
@@ -94,25 +94,25 @@ def biases(family: Family, content: dict[str, Any], source: str) -> dict[str, An
 
 def rotary(content: dict[str, Any], longest: int, source: str) -> dict[str, Any]:
     """The options of rotary positions; transformers 5 has them all under rope_parameters."""
-    given = (content.get("rope_scaling") or {}) | (content.get("rope_parameters") or {})
-    kind = given.get("rope_type", given.get("type", "default"))
-    known = {scaling.value: scaling for scaling in SCALING} | {"default": Scaling.none}
-    strange = [key for key in ("mscale", "mscale_all_dim") if given.get(key)]
-    if kind not in known or strange:
+    rope = (content.get("rope_scaling") or {}) | (content.get("rope_parameters") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kinds = {scaling.value: scaling for scaling in SCALING} | {"default": Scaling.none}
+    strange = [key for key in ("mscale", "mscale_all_dim") if rope.get(key)]
+    if kind not in kinds or strange:
         named = f"rope_type={kind}" + "".join(f" with {key}" for key in strange)
-        raise WeightsError(f"init_from={source} has {named}; a model here has {', '.join(known)}.")
-    keys = SCALING.get(known[kind], {})
-    scaling = {option: given[key] for option, key in keys.items() if given.get(key) is not None}
+        raise WeightsError(f"init_from={source} has {named}; a model here has {', '.join(kinds)}.")
+    keys = SCALING.get(kinds[kind], {})
+    scaling = {option: rope[key] for option, key in keys.items() if rope.get(key) is not None}
     if "original" in keys:
         scaling.setdefault("original", longest)
-    if known[kind] is Scaling.yarn and "factor" in given:
+    if kinds[kind] is Scaling.yarn and "factor" in rope:
         scaling.setdefault("factor", longest / scaling["original"])  # as transformers takes null
     if keys and "factor" not in scaling:
         raise WeightsError(f"init_from={source} has rope_type={kind} without a factor; write it into config.json.")
     return {
-        "rope_base": float(given.get("rope_theta", content.get("rope_theta", 10_000.0))),
-        "rope_fraction": float(given.get("partial_rotary_factor", content.get("partial_rotary_factor", 1.0))),
-        "rope_scaling": RopeScaling(known[kind], **scaling),
+        "rope_base": float(rope.get("rope_theta", content.get("rope_theta", 10_000.0))),
+        "rope_fraction": float(rope.get("partial_rotary_factor", content.get("partial_rotary_factor", 1.0))),
+        "rope_scaling": RopeScaling(kinds[kind], **scaling),
     }
 
 
