@@ -120,7 +120,7 @@ def choice_mistakes(group: str, value: Any) -> Iterator[str]:
 def fits(key: str, value: Any) -> bool:
     """Whether an option may have this value, by its type."""
     try:
-        OmegaConf.update(schema(), key, value)
+        OmegaConf.update(deepcopy(schema()), key, value)
     except OmegaConfBaseException:
         return False
     return True

@@ -255,6 +255,12 @@ def test_a_formula_and_the_place_of_its_mistake_stand_below_one_error(here: Path
     assert place == ["    s + cosh(i)", "        ^^^^"]
 
 
+def test_a_value_that_is_tried_changes_no_later_one() -> None:
+    for _ in range(2):
+        assert prepare(["score=bias", "score.learned.bias=[h,128]"])
+        assert prepare(["score.learned=null"])
+
+
 def test_a_formula_has_quotes_on_the_command_line_and_none_in_a_file() -> None:
     """A shell leaves the inner quotes to Hydra."""
     line = shlex.split(
