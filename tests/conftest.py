@@ -114,6 +114,8 @@ def horizons(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return switch
 
 
+# Files that start many processes, one after the other; they come first.
+LONGEST = {"test_several_ranks.py", "test_from_command_to_report.py", "test_submitit.py"}
 # Files of tests/model and tests/data that take more than two seconds; the others come last.
 LONGER = {"test_fused_norm.py", "test_parts.py", "test_prepare.py"}
 
@@ -122,9 +124,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
 
     def turn(item: pytest.Item) -> tuple[bool, bool, bool]:
-        starts_sweeps = item.path.parent.name in ("arena", "sweeps")  # of many processes, one after the other
         quick = item.path.parent.name in ("data", "model") and item.path.name not in LONGER
-        return not (starts_sweeps and slow[item.path]), not slow[item.path], quick
+        return item.path.name not in LONGEST, not slow[item.path], quick
 
     items.sort(key=turn)
 
