@@ -35,7 +35,7 @@ def read_source(app: object, name: str, source: list[str]) -> None:
     text = source[0].replace("(../README.md)", "(index.md)")
     if name == "index":
         text = as_images((ROOT / "README.md").read_text(encoding="utf-8"))
-        text = text.replace("[All pages](docs/README.md).", "")
+        text = text.replace(", [docs/README.md](docs/README.md) all pages.", ".")
         text = re.sub(
             r"(!?\[[^\]]*\])\((?!https?:|#)([^)]+)\)",
             lambda m: f"{m[1]}({os.path.relpath(ROOT / m[2], folder)})",

@@ -163,4 +163,4 @@ def unseen(
         sentences.append(f"Some cases of {', '.join(short)}: time was up (--seconds).")
     if any(line.section == "on a GPU" and line.status == "skip" for line in lines):
         sentences.append("Races, CUDA graphs and streams: this check ran without a GPU.")
-    return sentences
+    return [*sentences, "Tensors of more than 2^31 elements; mask functions and block masks of one's own."]
