@@ -54,7 +54,7 @@ class FunctionAttention(Attention):
         if config.dropout > 0:
             raise no_dropout(config.name, config.dropout)
         self.supports = self.subject.features & {"full", "window", "soft_cap", "alibi", "sinks"}
-        self.exact = getattr(self.subject.function, "exact", False)  # type: ignore[misc]
+        self.exact = self.subject.exact  # type: ignore[misc]
 
     def check(self, shape: AttentionShape) -> None:
         """Also refuse fewer key/value heads than query heads where the function's parameters do not offer them."""

@@ -72,6 +72,12 @@ def test_a_function_has_the_features_of_its_parameters(folder: Path) -> None:
             build_attention(wrong)
 
 
+def test_a_function_claims_the_same_in_a_run_and_in_a_check(folder: Path) -> None:
+    Path("lib/other.py").write_text(FUNCTION + "attend.exact = False\n")
+    for name, exact in (("lib/mine.py:attend", True), ("lib/other.py:attend", False)):
+        assert build_attention(AttentionConfig(name)).exact == find(name).exact == exact
+
+
 def test_the_name_works_in_sweeps_and_as_a_path(folder: Path) -> None:
     swept = jobs(["attention=naive,lib/mine.py:attend", *SMALL])
     assert [to_config(checked(job)).attention.name for job in swept] == ["naive", "lib/mine.py:attend"]
