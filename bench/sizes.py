@@ -34,10 +34,12 @@ BUDGETS = {
     "recipe": 2_700,
     "learn": 9_000,
     "bench": 21_700,
+    "docs": 500,
+    "records": 300,
     ".": 5_300,
     "tests": 265_100,
 }
-MOST_FILES = 318
+MOST_FILES = 320
 MOST_WORDS = 26_500  # of the pages in docs/
 MOST_OPTIONS = 116
 
