@@ -15,7 +15,7 @@ from recipe.files import flatten, number
 
 FUTURE = 1e-3  # nats: more than rounding changes a prediction
 FIXED = ("seed", "seq_len", "data", "init_from", "resume", "device", "probes")  # settings that no edit may change
-OF_TRAINING = ("eval_every", "target_loss", "cpu_memory_gib", "checkpoint_every", "keep_last")
+OF_TRAINING = ("eval_every", "target_loss", "cpu.memory_gib", "checkpoint_every", "keep_last")
 # What must be equal for a pair to be one, and what an edit does that changes it.
 EQUAL = {
     "seed": "changes the seed list",

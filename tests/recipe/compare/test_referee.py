@@ -24,15 +24,16 @@ from data.tokenizers import bytes_tokenizer
 from model.gpt import GPT
 from model.options import GPTConfig
 from recipe.compare import referee
-from recipe.compare.audits import FUTURE, InvalidError, check_paths, faults, result
+from recipe.compare.audits import FIXED, FUTURE, OF_TRAINING, InvalidError, check_paths, faults, result
 from recipe.compare.referee import Judge, RefereeError
 from recipe.compare.watched import READS
 from recipe.distributed.world import World
+from recipe.files import flatten
 from recipe.infer.evaluation.audited import future
 from recipe.infer.evaluation.scorer import LanguageModel
 from recipe.infer.evaluation.text import Text
 from recipe.run.build import build_model
-from recipe.run.config import Config
+from recipe.run.config import Config, as_plain
 
 ROOT, PYTHON = Path(__file__).parents[3], referee.python
 BUDGET = {"tokens": 1000, "seconds": 60, "flops": 1e6, "parameters": 500}
@@ -100,6 +101,12 @@ def config(**changed: Any) -> dict[str, Any]:
 )
 def test_a_planted_cheat_is_named(summary: dict[str, Any], measured: dict[str, Any], reason: str) -> None:
     assert reason in cheated(summary, measured)
+
+
+def test_the_settings_that_no_edit_may_change_exist() -> None:
+    settings = as_plain(Config())
+    assert settings.keys() >= set(FIXED)
+    assert flatten(settings).keys() >= {f"training.{name}" for name in OF_TRAINING}
 
 
 def test_more_time_is_named() -> None:
