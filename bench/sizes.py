@@ -37,7 +37,7 @@ BUDGETS = {
     "docs": 500,
     "records": 300,
     ".": 5_300,
-    "tests": 265_100,
+    "tests": 265_600,
 }
 MOST_FILES = 320
 MOST_WORDS = 26_500  # of the pages in docs/
