@@ -12,7 +12,7 @@ from .cases import Case
 from .run import Line, Session, failed
 from .workers import Ended, Job
 
-OF_SOFTMAX = ("NaN and infinity", "without gradients", "dropout")  # no faults of another function
+OF_SOFTMAX = ("NaN and infinity", "without gradients", "autocast", "dropout")  # no faults of another function
 LATEST = 0.6  # the share of the time after which these parts start no more calls
 
 
