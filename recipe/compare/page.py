@@ -150,13 +150,22 @@ def subtitle(runs: Sequence[Run]) -> str:
     sizes = {"layers": "layer", "heads": "head", "embd": "channel"}
     parts = [
         ", ".join(_from_to([run.option(f"model.n_{key}") for run in runs], unit) for key, unit in sizes.items()),
-        f"score {_all_of(str(run.option('score.name') or run.option('score.formula') or 'causal') for run in runs)}",
+        f"score {_all_of(_score(run) for run in runs)}",
         f"seq_len {_from_to([run.seq_len for run in runs])}",
         f"dropout {_all_of(format(run.option('attention.dropout') or 0.0, 'g') for run in runs)}",
         _all_of(run.precision for run in runs),
         _all_of(f"{run.devices} x {run.device}" if run.devices > 1 else run.device for run in runs),
     ]
     return " · ".join(parts)
+
+
+def _score(run: Run) -> str:
+    """The preset and what is set in it, without its tensors: "causal (window=16)"."""
+    options = {
+        name: run.option(f"score.{name}") for name in ("window", "soft_cap", "alibi", "sinks", "formula", "layers")
+    }
+    chosen = ", ".join(f"{name}={value}" for name, value in options.items() if value)
+    return f"{run.option('score.name') or 'causal'}" + (f" ({chosen})" if chosen else "")
 
 
 def _from_to(values: Sequence[Any], unit: str = "") -> str:
