@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.machine import device_name, require_gpu
-from bench.measure import Timing, interleaved
+from bench.measure import Timing, interleaved, peak_bytes
 from bench.record import Recorder, Row, command_line, command_of, measurement, read, result_file, write_table
 from mixers.check import RECURRENCES, check, find
 from mixers.layers import build_mixer
@@ -67,9 +67,7 @@ def timed(name: str, tokens: int) -> Iterator[Row]:
     peaks = {}
     for way, run in passes.items():
         run()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        peaks[way] = torch.cuda.max_memory_allocated() / 2**30
+        peaks[way] = (peak_bytes(run, x.device) or 0) / 2**30
     prepared = {way: (lambda run=run: run) for way, run in passes.items()}
     for way, timing in interleaved(prepared, x.device, SECONDS).items():
         if not isinstance(timing, Timing):

@@ -209,7 +209,7 @@ def loaded(target: str) -> Any:
             sys.path.insert(0, "")
             found = import_module(module)
         return getattr(found, name)
-    except (ImportError, OSError, AttributeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # the module may raise any kind
         raise MixerError(f"{target} cannot be imported: {error}") from error
 
 

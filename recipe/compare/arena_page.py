@@ -171,8 +171,8 @@ def departures(arena: Arena) -> list[str]:
     plan, lines = arena.plan, []
     if len(plan.looks) > plan.planned_looks:
         lines.append(
-            f"Seeds were added {len(plan.looks) - 1} times, and the plan had {plan.planned_looks} looks (arena.looks), "
-            f"so false verdicts are no longer limited to {percent(ALPHA)}."
+            f"Seeds were added {len(plan.looks) - 1} times, and the plan had {plan.planned_looks} looks "
+            f"(arena.rules.looks), so false verdicts are no longer limited to {percent(ALPHA)}."
         )
     planned = {run.number: run for run in [*plan.lr_runs(), *plan.seed_runs()]}
     absent = [str(number) for number in planned if number not in arena.runs]

@@ -16,8 +16,7 @@ from recipe.compare.runs import UNKNOWN, Run
 # Settings in which runs may differ and still be compared step by step. Everything else has to be equal.
 _FREE = ("seed", "resume", "device", "model.name", "data.cache", "hydra", "parity", "tracking", "attention", "arena")
 _FREE_TRAINING = (
-    "log_every", "eval_every", "checkpoint_every", "keep_last", "profile", "sample_tokens",
-    "cpu_memory_gib", "cpu.memory_gib",
+    "log_every", "eval_every", "checkpoint_every", "keep_last", "profile", "sample_tokens", "cpu.memory_gib",
 )  # fmt: skip
 _GROUPS = ("data", "score", "optimizer", "model", "schedule")  # whose names are choices of files in conf/
 _OFF = ("null", "false")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from recipe.run.run_folder import check_not_running, read_overrides, read_summar
 ROOT = Path(__file__).parents[2]
 MANIFEST = "sweep.json"
 CONSOLE = "console.log"
+# The backslashes with which Hydra writes the special characters of a swept value.
+ESCAPES = re.compile(r"\\([\\()\[\]{}:=, \t])")
 # Overrides that the launcher adds to a job's; the run records them too.
 LAUNCHER_OVERRIDES = ("resume", "tracking.group")
 
@@ -105,7 +108,8 @@ def names_of(jobs: Sequence[Job]) -> dict[int, str]:
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     different = {job.number: [line for line in job.overrides if line not in common] or job.overrides for job in jobs}
     return {
-        job.number: job.name or " ".join(line.removeprefix("attention=") for line in different[job.number])
+        job.number: job.name
+        or ESCAPES.sub(r"\1", " ".join(x.removeprefix("attention=") for x in different[job.number]))
         for job in jobs
     }
 

@@ -20,7 +20,7 @@ from recipe.run.jobs import failed_job
 LISTS: dict[Any, str] = {
     list[int]: "a list of whole numbers, such as [1,2,3,4]",
     list[float]: "a list of numbers, such as [0.5,1,2]",
-    list[str]: "a list of names, such as [mqar,position_loss]",
+    list[str]: "a list of names, such as [a,b]",
 }
 
 

@@ -115,5 +115,10 @@ def test_what_is_no_mixer_is_left_to_the_check_of_attention(mine: Path, capsys: 
     assert takes_on(["chunked-kda"]) is takes_on([f"{mine}:attention", "--mixer", "linear"]) is True
     with pytest.raises(MixerError, match="nowhere:mixer cannot be imported: No module named 'nowhere'"):
         find("nowhere:mixer", None, CPU)
+    broken = mine.with_name("broken.py")
+    broken.write_text("undefined")
+    assert takes_on([f"{broken}:mixer"]) is False
+    assert main([f"{broken}:mixer"]) == 2
+    assert "broken.py:mixer cannot be imported: name 'undefined' is not defined" in capsys.readouterr().err
     assert main(["chunked-gdn", "--dtypes", "fp8"]) == 2
     assert "--dtypes fp8 is not known" in capsys.readouterr().err

@@ -129,7 +129,7 @@ def test_when_the_looks_are_used_up_the_way_on_is_other_seeds(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        ({"looked": (3, 5, 6), "looks": 2}, "Seeds were added 2 times, and the plan had 2 looks"),
+        ({"looked": (3, 5, 6), "looks": 2}, "Seeds were added 2 times, and the plan had 2 looks (arena.rules.looks)"),
         ({"changes": {("arm", 2): None}}, "1 of 12 planned runs have no folder (3)."),
         (
             {"changes": {("arm", 2): {"status": "failed", "message": "Full."}}},

@@ -104,7 +104,8 @@ def test_a_score_that_has_a_window_is_not_called_causal(tmp_path: Path) -> None:
 
 
 def test_the_subtitle_names_a_window_and_a_formula(tmp_path: Path) -> None:
-    for name, overrides in {"0": {}, "1": {"score.window": 16}, "2": {"score.formula": "s * log(n)"}}.items():
+    variants: dict[str, dict[str, object]] = {"0": {}, "1": {"score.window": 16}, "2": {"score.formula": "s * log(n)"}}
+    for name, overrides in variants.items():
         write_run(tmp_path / name, overrides=overrides)
     runs = find_runs([tmp_path]).runs
     assert " · score causal, causal (window=16), causal (formula=s * log(n)) · " in subtitle(runs)

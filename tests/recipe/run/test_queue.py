@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from recipe.run.compose import jobs as jobs_of
+from recipe.run.config import register
 from recipe.run.jobs import Job, SweepError, names_of
 from recipe.run.queue import Queue, chosen_devices
 
@@ -216,3 +218,7 @@ def test_jobs_are_named_by_what_distinguishes_them():
     assert named("attention=tiled a=1", "attention=naive a=1") == ["tiled", "naive"]
     assert named("a=1 seed=1", "a=1 seed=1") == ["a=1 seed=1", "a=1 seed=1"]
     assert named("a=1") == ["a=1"]
+
+    register()
+    swept = enumerate(jobs_of(["attention=mine.py:rows,naive", "data.path=a\\ b"]))
+    assert names_of([Job(n, tuple(x), Path()) for n, x in swept]) == {0: "mine.py:rows", 1: "naive"}
