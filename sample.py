@@ -16,7 +16,6 @@ temperature  divides the logits: 0 always takes the likeliest token, 1 keeps the
 top_k        draw among the k likeliest tokens; null: among all
 top_p        draw among the likeliest tokens that together have this probability; null: among all
 seed         of the random numbers; each prompt of a file and each sample has a separate stream
-compile      compile the work of a token: it takes half a minute on a GPU, and pays off for many tokens
 checkpoint   best (by validation loss, if it was measured) or newest
 weights      trained, or ema: their moving average, from a run with training.ema
 attention    an implementation other than the run's, for a device that does not support that one
@@ -43,18 +42,18 @@ from attention import ProductPrecision
 from data.chat import load_template
 from data.untrusted import has_half_characters
 from recipe.infer.generation.engine import Engine
-from recipe.infer.generation.prompts import (
+from recipe.infer.generation.sampling import Sampling
+from recipe.infer.generation.steps import decoding_attention
+from recipe.infer.generation.text import (
     Continuation,
     continuations,
     in_order,
     open_new,
     read_prompts,
     requests_of,
+    stream,
     write,
 )
-from recipe.infer.generation.sampling import Sampling
-from recipe.infer.generation.steps import decoding_attention
-from recipe.infer.generation.text import stream
 from recipe.infer.huggingface.export import check_folder, export, read_origin
 from recipe.infer.huggingface.starting import is_folder
 from recipe.infer.trained import ModelChoice, Trained, WeightsChoice, inexact, load_trained
@@ -81,7 +80,6 @@ class SampleConfig(ModelChoice):
     top_k: int | None = 50
     top_p: float | None = None
     seed: int = 1337
-    compile: bool = False
     export: str | None = None
 
 
@@ -160,12 +158,10 @@ def continue_prompts(trained: Trained, prompts: list[str] | None, sampling: Samp
         )
     elif reader is not model.attend:
         print(f"attention={model.attend.name} cannot decode; attention={reader.name} does it instead.", file=sys.stderr)
-    if config.compile:
-        print("compiling: the first tokens wait for it, half a minute or more", file=sys.stderr)
     if prompts is not None:
         write_texts(prompts, trained, sampling, config)
         return
-    text = stream(model, tokenizer, config.prompt, config.tokens, sampling, config.stop, trained.dtype, config.compile)
+    text = stream(model, tokenizer, config.prompt, config.tokens, sampling, config.stop, trained.dtype)
     print(config.prompt, end="", flush=True)
     for piece in text:
         print(piece, end="", flush=True)
@@ -190,7 +186,7 @@ def write_texts(prompts: list[str], trained: Trained, sampling: Sampling, config
     """Continue many prompts, or one many times, and print or write it all. Raises UserError before anything is
     written."""
     requests = requests_of(prompts, trained.tokenizer, config.tokens, config.samples)
-    engine = Engine(trained.model, requests, sampling, slots=config.batch, dtype=trained.dtype, compile=config.compile)
+    engine = Engine(trained.model, requests, sampling, slots=config.batch, dtype=trained.dtype)
     texts = continuations(engine, prompts, trained.tokenizer, config.stop)
     if config.out is not None:
         write(texts, len(requests), open_new(Path(config.out).expanduser()))

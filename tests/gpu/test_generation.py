@@ -164,12 +164,3 @@ def test_a_graph_that_is_garbage_outlives_the_capture_of_another():
         gc.set_threshold(*before)
     graphs[0].replay()
     assert x.item() == 1000
-
-
-@pytest.mark.slow
-def test_compiled_a_single_sequence_gets_the_same_tokens():
-    model, given, sampling = build(GROUPED, MANY, "flash", "cuda"), prompts(33, 130, 5, 128), Sampling(0.8, seed=1)
-    compiled = Engine(model, [Request(prompt, 60) for prompt in given], sampling, compile=True)
-    for _ in compiled.run():
-        pass
-    assert [request.tokens for request in compiled.requests] == served(model, given, sampling)

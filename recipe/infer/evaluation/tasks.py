@@ -18,7 +18,7 @@ from typing import Any
 
 from data.untrusted import UntrustedError, has_half_characters, parse_json
 from recipe.infer.evaluation.scorer import Scorer
-from recipe.infer.generation.prompts import read_lines
+from recipe.infer.generation.text import read_lines
 from recipe.run.config import ConfigError
 
 CHOICE, TEXT = {"question", "choices", "answer"}, {"text"}

@@ -1,11 +1,9 @@
 """Text from a trained model, with a cache of keys and values.
 
 engine.py    many prompts at a time, token by token: start reading here
-rows.py      new prompts side by side
 steps.py     the device's part: prompts and tokens through the model
 sampling.py  the next token from the logits and random numbers
-text.py      tokens to text, up to its end
-prompts.py   prompts from a file, texts to a file
+text.py      prompts from a file, tokens to text, texts to a file
 """
 
 from recipe.infer.generation.engine import Engine, Request, generate

@@ -28,9 +28,8 @@ from torch import Tensor
 from model.cache import PAGE_SIZE, CacheSize, bytes_per_token, longest_window, pages_of
 from model.gpt import GPT
 from model.options import Positions
-from recipe.infer.generation.rows import lay_out, padded
 from recipe.infer.generation.sampling import FIRST_STREAM, GenerationError, Sampling, Stream
-from recipe.infer.generation.steps import Steps, decoding_attention
+from recipe.infer.generation.steps import Steps, decoding_attention, lay_out, padded
 from recipe.training.device import free_memory
 
 # Tokens of a prefill on a GPU. Fewer leave it idle; more take memory, and keep running sequences waiting.
@@ -87,15 +86,13 @@ class Engine:
         slots: int = 1,
         dtype: torch.dtype = torch.float32,
         row: int | None = None,
-        compile: bool = False,
     ) -> None:
         """Check the requests, and make room for them.
 
-        slots    sequences at a time; on a CPU no more than there are requests
-        dtype    of the matrix products and of the cache; what autocast leaves in fp32 stays so
-        row      the fewest tokens of a prefill; 0: each prompt alone, as always where a layer has a mixer. None: 4,096
-                 on a GPU, 0 on a CPU
-        compile  compile the blocks' work of a token by torch.compile, which takes half a minute on a GPU
+        slots  sequences at a time; on a CPU no more than there are requests
+        dtype  of the matrix products and of the cache; what autocast leaves in fp32 stays so
+        row    the fewest tokens of a prefill; 0: each prompt alone, as always where a layer has a mixer. None: 4,096 on
+               a GPU, 0 on a CPU
 
         Raises GenerationError for prompts that do not fit the model, and for a cache that does not fit the device.
         """
@@ -120,8 +117,7 @@ class Engine:
         if model.config.mixers:  # their states are those behind a row's last token
             row = 0
         self.row = row and max(row, *(padded(len(request.prompt)) for request in requests))
-        streams = any(request.stream != FIRST_STREAM for request in requests)
-        self.steps = Steps(model, sampling, size, noise_rows, streams, dtype, compile)
+        self.steps = Steps(model, sampling, size, noise_rows, dtype)
         self.owners: list[Request | None] = [None] * slots  # the request that each slot belongs to
         self.owners_changed = False  # since the last update of the device's list of active slots
 

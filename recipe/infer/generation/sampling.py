@@ -88,20 +88,17 @@ class Noise:
     """Random numbers for each token of the vocabulary; row t decides the choice after t generated tokens.
 
     table   (rows, V) fp64, uniform, on the device: the last rows that were drawn. Row t lies at t modulo rows
-    shifts  (slots, V) fp64, s_n of the stream in each slot; None where all slots have the first stream
+    shifts  (slots, V) fp64, s_n of the stream in each slot; 0 for the first stream
     """
 
-    def __init__(self, seed: int, vocab_size: int, rows: int, slots: int | None, device: torch.device) -> None:
-        """slots  number of slots with separate streams; None: all have the first"""
+    def __init__(self, seed: int, vocab_size: int, rows: int, slots: int, device: torch.device) -> None:
         self.seed, self.generator = seed, torch.Generator().manual_seed(seed)
         self.table = torch.zeros(rows, vocab_size, dtype=torch.float64, device=device)
-        self.shifts = None if slots is None else torch.zeros(slots, vocab_size, dtype=torch.float64, device=device)
+        self.shifts = torch.zeros(slots, vocab_size, dtype=torch.float64, device=device)
         self.drawn = 0
 
     def begin(self, slot: int, stream: Stream) -> None:
         """Give a slot the stream of its next sequence."""
-        if self.shifts is None:
-            return
         if stream == FIRST_STREAM:
             self.shifts[slot].zero_()
             return
@@ -110,9 +107,7 @@ class Noise:
 
     def of(self, steps: Tensor) -> Tensor:
         """(slots, V) fp32: the numbers e of each slot for its next token, after `steps` (slots,) generated ones."""
-        uniform = self.table[steps % len(self.table)]
-        if self.shifts is not None:
-            uniform = (uniform + self.shifts).frac()
+        uniform = (self.table[steps % len(self.table)] + self.shifts).frac()
         return -torch.log1p(-uniform).float()
 
     def draw(self, count: int) -> None:

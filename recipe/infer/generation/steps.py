@@ -7,9 +7,10 @@ shapes: on a GPU it is one replayed CUDA graph. Only `from_scratch` waits for th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,73 @@ from attention import (
 )
 from attention.gpu import capturing
 from model.cache import CacheSize, KVCache, upload
-from model.forward import Pass
 from model.gpt import GPT
 from model.positions import position_tables
-from recipe.infer.generation.rows import Row
 from recipe.infer.generation.sampling import Noise, Sampling, Stream
 
+ALIGNMENT = 128  # of prompts in a row: the largest tile of keys that a kernel reads
 WARMUP_CALLS = 3  # before a CUDA graph is captured, which must not contain compilation
+
+
+class Row(NamedTuple):
+    """The tokens of new prompts, and where they are: tensors of the host, or of a device.
+
+    tokens, positions  (1, n) int64       in the row, and in their sequences
+    last               (slots,) int64     where in the row each slot's prompt ends
+    lengths            (slots,) int64     of the prompts; 0 for slots without a new one
+    cu_seqlens         (slots + 1,) int32 bounds of the prompts and the padding between; tokens may follow the last
+    starts             (1, n) int32       where each token's document begins; None: the row is one prompt, no more
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    last: Tensor
+    lengths: Tensor
+    cu_seqlens: Tensor
+    starts: Tensor | None
+
+    def on(self, device: torch.device) -> Row:
+        """The same on a device, without waiting for it."""
+        moved = {name: upload(x, device) for name, x in self._asdict().items() if x is not None}
+        return self._replace(**moved)
+
+
+def padded(tokens: int) -> int:
+    """The room that a prompt takes in a row with others."""
+    return -(-tokens // ALIGNMENT) * ALIGNMENT
+
+
+def lay_out(prompts: Mapping[int, Sequence[int]], slots: int, length: int) -> Row:
+    """The row of prompts, by their slots.
+
+    length  of the row; 0: the length of the only prompt, without padding
+
+    Padding before each prompt makes it end with a tile, so that a kernel computes it in the same way wherever it lies.
+    The padding is a separate document, and does not enter the cache, because it precedes the sequence's first token.
+    """
+    spare = length - sum(padded(len(prompt)) for prompt in prompts.values())
+    tokens: list[int] = []
+    positions: list[int] = []
+    starts: list[int] = []
+    bounds, last, lengths = [0], [0] * slots, [0] * slots
+    for slot in range(slots):
+        if slot in prompts:
+            prompt = prompts[slot]
+            padding = spare + -len(prompt) % ALIGNMENT if length else 0
+            spare = 0
+            starts += [len(tokens)] * padding + [len(tokens) + padding] * len(prompt)
+            tokens += [0] * padding + [*prompt]
+            positions += [0] * padding + [*range(len(prompt))]
+            last[slot], lengths[slot] = len(tokens) - 1, len(prompt)
+        bounds.append(len(tokens))
+    return Row(
+        torch.tensor([tokens]),
+        torch.tensor([positions]),
+        torch.tensor(last),
+        torch.tensor(lengths),
+        torch.tensor(bounds, dtype=torch.int32),
+        torch.tensor([starts], dtype=torch.int32) if length else None,
+    )
 
 
 class Steps:
@@ -49,15 +110,9 @@ class Steps:
         sampling: Sampling,
         size: CacheSize,
         noise_rows: int,
-        streams: bool = False,
         dtype: torch.dtype = torch.float32,
-        compile: bool = False,
     ) -> None:
-        """See Engine for the arguments.
-
-        noise_rows  rows of Noise
-        streams     whether each sequence has a separate stream of random numbers
-        """
+        """See Engine for the arguments; noise_rows: of Noise."""
         self.device, self.dtype, self.sampling = model.wte.weight.device, dtype, sampling
         by_column = self.device.type == "cpu" and size.slots == 1
         self.model = copied(model, dtype, by_column)
@@ -67,15 +122,9 @@ class Steps:
         self.tables = position_tables(model.config, max(size.longest, model.seq_len)).to(self.device)
         self.noise = None
         if sampling.temperature > 0:
-            slots = size.slots if streams else None
-            self.noise = Noise(sampling.seed, model.vocab_size, noise_rows, slots, self.device)
+            self.noise = Noise(sampling.seed, model.vocab_size, noise_rows, size.slots, self.device)
         self.tokens, self.steps = (torch.zeros(size.slots, dtype=torch.int64, device=self.device) for _ in range(2))
         self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
-        self.decoding = self.model
-        if compile:  # the first block is compiled, and all others run its code
-            self.decoding = copied(self.model, dtype)
-            for block in self.decoding.h:
-                block.compile(dynamic=False)
         has_graph = self.device.type == "cuda" and self.decoder is not None
         self.graph = self.graphed(self.decode_step) if has_graph else None
 
@@ -129,9 +178,8 @@ class Steps:
         positions = (lengths - 1).clamp(min=0).long()[:, None]  # (slots, 1)
         attends = self.cache.decode(self.decoder)
         with self.autocast():
-            embedded = self.decoding.embed(self.tokens[:, None], positions, self.tables)
-            x, _ = self.decoding.through_blocks(Pass(embedded, attends, Layout()))  # (slots, 1, C)
-            self.tokens.copy_(self.choose(self.logits(self.decoding.ln_f(x)[:, 0])))
+            x = self.model.extend(self.tokens[:, None], positions, attends, Layout(), self.tables)  # (slots, 1, C)
+            self.tokens.copy_(self.choose(self.logits(x[:, 0])))
         self.steps.add_(1)
 
     @torch.no_grad()

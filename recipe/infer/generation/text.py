@@ -1,15 +1,21 @@
-"""Tokens to text, as they come and up to the text's end."""
+"""Prompts from a file, tokens to text as they come and up to the text's end, and texts to a file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from data.tokenizers import TextStream, Tokenizer, ends_of
+from data.untrusted import LINE, UntrustedError, has_half_characters, parse_json, read_text
 from model.gpt import GPT
+from recipe.files import to_json
 from recipe.infer.generation.engine import Engine, Request
-from recipe.infer.generation.sampling import Sampling
+from recipe.infer.generation.sampling import GenerationError, Sampling
 
 
 class Text:
@@ -61,24 +67,152 @@ def stream(
     sampling: Sampling,
     stop: str | None = None,
     dtype: torch.dtype = torch.float32,
-    compile: bool = False,
 ) -> Iterator[str]:
     """The continuation of a prompt by at most `tokens`, in pieces. An empty prompt begins a text.
 
-    stop            text that ends the continuation, and is not part of it
-    dtype, compile  as for Engine
+    stop   text that ends the continuation, and is not part of it
+    dtype  as for Engine
 
     Raises GenerationError, before the first piece is asked for.
     """
-    before = tokenizer.encode_ordinary(prompt)
-    request = Request(before or [tokenizer.eot_token], tokens)
-    return pieces(Engine(model, [request], sampling, dtype=dtype, compile=compile), Text(tokenizer, stop, before))
+    request = Request(tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token], tokens)
+    engine = Engine(model, [request], sampling, dtype=dtype)
+    return (piece for _, piece in texts(engine, tokenizer, stop))
 
 
-def pieces(engine: Engine, text: Text) -> Iterator[str]:
-    """The text of an engine's only request."""
+def texts(engine: Engine, tokenizer: Tokenizer, stop: str | None = None) -> Iterator[tuple[Request, str]]:
+    """Each of an engine's requests with its next piece of text; the last one comes when it is finished.
+
+    stop  text that ends a continuation, and is not part of it
+    """
+    start = [tokenizer.eot_token]  # of a text that continues none
+    every = {
+        request: Text(tokenizer, stop, () if request.prompt == start else request.prompt) for request in engine.requests
+    }
     for request, token in engine.run():
-        yield text.add(token)
+        text = every[request]
+        piece = text.add(token)
         request.finished |= text.ended
-    if not text.ended:
-        yield text.rest()
+        yield request, piece + (text.rest() if request.finished and not text.ended else "")
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The text that was added to prompt number `index`, its number of tokens, and the seconds until it was complete.
+
+    sample  the number of this text among the texts of its prompt
+    """
+
+    index: int
+    sample: int
+    prompt: str
+    text: str
+    tokens: int
+    seconds: float
+
+    def as_json(self) -> str:
+        """One line."""
+        return to_json(vars(self))
+
+
+def read_lines(path: Path, option: str) -> list[str]:
+    """The lines of a file that an option names. Raises GenerationError where it cannot be read or is empty."""
+    try:
+        text = read_text(path, LINE, pipe=True).removeprefix("\ufeff")  # a byte order mark is not part of the text
+    except (OSError, UntrustedError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it {error}"
+        raise GenerationError(f"{option}={path} cannot be read ({reason}); name a file of text.") from error
+    if not text.strip("\n"):
+        raise GenerationError(f"{option}={path} is empty; give it at least one line.")
+    return text.removesuffix("\n").split("\n")
+
+
+def read_prompts(path: Path) -> list[str]:
+    """A prompt from each line of a file; of a .jsonl file, the "prompt" of each line.
+
+    Raises GenerationError where the file cannot be read or is empty, and for a line without a prompt.
+    """
+    prompts = list[str]()
+    for number, line in enumerate(read_lines(path, "prompts"), 1):
+        prompt = prompt_of_json(line) if path.suffix == ".jsonl" else line
+        if not prompt:
+            need = 'a JSON object with a "prompt"' if path.suffix == ".jsonl" else "a prompt"
+            raise GenerationError(f"Line {number} of prompts={path} is not {need}; write one there, or take it out.")
+        prompts.append(prompt)
+    return prompts
+
+
+def prompt_of_json(line: str) -> str | None:
+    """The prompt of a line of JSON, if there is one."""
+    try:
+        content = parse_json(line)
+        prompt = content.get("prompt") if isinstance(content, dict) else None
+    except UntrustedError:
+        return None
+    return prompt if isinstance(prompt, str) and prompt and not has_half_characters(prompt) else None
+
+
+def requests_of(prompts: Sequence[str], tokenizer: Tokenizer, tokens: int, samples: int = 1) -> list[Request]:
+    """A request for each text: `samples` of each prompt, each with separate random numbers. An empty prompt begins a
+    text."""
+    return [
+        Request(tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token], tokens, (index, sample))
+        for index, prompt in enumerate(prompts)
+        for sample in range(samples)
+    ]
+
+
+def continuations(
+    engine: Engine, prompts: Sequence[str], tokenizer: Tokenizer, stop: str | None = None
+) -> Iterator[Continuation]:
+    """The continuation of each of an engine's requests for `prompts`, at its end.
+
+    stop  text that ends a continuation, and is not part of it
+    """
+    begin, added = time.perf_counter(), dict.fromkeys(engine.requests, "")
+    for request, piece in texts(engine, tokenizer, stop):
+        added[request] += piece
+        if request.finished:
+            (index, sample), seconds = request.stream, round(time.perf_counter() - begin, 3)
+            yield Continuation(index, sample, prompts[index], added[request], len(request.tokens), seconds)
+
+
+def open_new(path: Path) -> Callable[[Continuation], object]:
+    """A function that appends a line of JSON to a new file and syncs it. Both raise GenerationError, the first one also
+    if the file exists."""
+    try:
+        file = path.open("x", encoding="utf-8", buffering=1)
+    except FileExistsError as error:
+        raise GenerationError(f"out={path} exists, and is not overwritten; name another file.") from error
+    except OSError as error:
+        raise GenerationError(f"out={path} cannot be written ({error.strerror}); name another file.") from error
+
+    def put(continuation: Continuation) -> None:
+        try:
+            file.write(continuation.as_json() + "\n")
+        except OSError as error:
+            raise GenerationError(f"out={path} has become incomplete ({error.strerror}); name another file.") from error
+
+    return put
+
+
+def in_order(continuations: Iterable[Continuation]) -> Iterator[Continuation]:
+    """Continuations of one prompt in the order of their samples, each as soon as those before it are there."""
+    waiting, following = dict[int, Continuation](), 0
+    for continuation in continuations:
+        waiting[continuation.sample] = continuation
+        while following in waiting:
+            yield waiting.pop(following)
+            following += 1
+
+
+def write(continuations: Iterable[Continuation], count: int, put: Callable[[Continuation], object]) -> None:
+    """Pass each continuation to `put`, and report on stderr how many of `count` are done."""
+    begin, tokens = time.perf_counter(), 0
+    for done, continuation in enumerate(continuations, 1):
+        put(continuation)
+        tokens += continuation.tokens
+        if done == count or sys.stderr.isatty():
+            rate = tokens / (time.perf_counter() - begin)
+            end = "\n" if done == count else "\r"
+            print(f"{done} of {count} prompts, {rate:,.0f} tokens/s", end=end, file=sys.stderr, flush=True)

@@ -2,11 +2,9 @@
 
 starting.py   the options of a run that starts from a folder, and its tokenizer
 loading.py    the weights of a folder
-settings.py   config.json as options and back, by the tables of families.py
-nanogpt.py    nanoGPT's ckpt.pt
+settings.py   config.json as options and back, by the tables of families.py; nanoGPT's ckpt.pt
 export.py     a folder for AutoModelForCausalLM, AutoTokenizer and pipeline, written and read back by transformers
 weights.py    the architecture that computes the same as the model, and the weights under its names
-tokenizer.py  the run's tokenizer in the format of `tokenizers`
 """
 
 from __future__ import annotations

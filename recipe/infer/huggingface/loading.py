@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -27,9 +26,17 @@ from data.untrusted import SETTINGS, UntrustedError, read_json
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from model.score import layer_scores
+from recipe.files import plain
 from recipe.infer.huggingface.families import Family
-from recipe.infer.huggingface.nanogpt import CHECKPOINT, nanogpt_settings, read_checkpoint
-from recipe.infer.huggingface.settings import Settings, WeightsError, essence, read_settings
+from recipe.infer.huggingface.settings import (
+    CHECKPOINT,
+    Settings,
+    WeightsError,
+    essence,
+    nanogpt_settings,
+    read_checkpoint,
+    read_settings,
+)
 from recipe.wording import as_typed
 
 WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
@@ -269,11 +276,6 @@ def beyond(tokenizer: OwnTokenizer, rows: int, source: str) -> Iterator[str]:
                 f"{ends}, and data.tokenizer={tokenizer.name} has the token {names[number]!r} with number {number}; "
                 f"take it out of the file, or {resize}."
             )
-
-
-def plain(value: Any) -> Any:
-    """A choice by its name."""
-    return getattr(value, "value", value)
 
 
 def folder_mistakes(

@@ -1,16 +1,20 @@
-"""config.json of transformers as options of a model, and back, by the tables of families.py."""
+"""config.json of transformers as options of a model, and back, by the tables of families.py; and nanoGPT's ckpt.pt,
+read without running what a pickle may hold."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from attention.score import Score
 from model.mistakes import model_mistakes
 from model.norms import EPS, QK_EPS
-from model.options import AttentionBias, GPTConfig, ModelError, Positions, RopeScaling, Scaling
+from model.options import Activation, AttentionBias, GPTConfig, ModelError, Positions, RopeScaling, Scaling
 from model.positions import FAST, SLOW
 from model.score import ScoreConfig
 from recipe.infer.huggingface.families import FAMILIES, Family
@@ -24,6 +28,9 @@ SCALING = {
     Scaling.yarn: {"factor": "factor", "original": "original_max_position_embeddings"}
     | {"fast": "beta_fast", "slow": "beta_slow", "truncate": "truncate", "attention_factor": "attention_factor"},
 }
+CHECKPOINT = "ckpt.pt"  # of nanoGPT
+NANOGPT_SIZES = {"n_layers": "n_layer", "n_heads": "n_head", "n_embd": "n_embd", "vocab_size": "vocab_size"}
+WAY_OUT = "load it in the library that wrote it, and name the folder that transformers' save_pretrained writes."
 
 
 class WeightsError(ModelError):
@@ -187,3 +194,32 @@ def essence(model: GPTConfig, scores: Sequence[Score], vocab_size: int) -> dict[
     values |= {"rope_scaling": scaling, "rope_fraction": model.rotated}
     values["rope_layers"] = None if all(model.rope_layers or [True]) else model.rope_layers
     return values | {"score": [*scores]}
+
+
+def read_checkpoint(path: Path, source: str) -> dict[str, Any]:
+    """The content of a checkpoint of nanoGPT: tensors and numbers, memory-mapped. Raises WeightsError for another."""
+    if re.fullmatch(r"model_\d+\.pt", path.name):
+        raise WeightsError(
+            f"init_from={source} is a checkpoint of nanochat, which is not read; train model=nanochat, or name a "
+            f"folder of a model of type {', '.join(FAMILIES)}."
+        )
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # pickle, torch and zipfile raise many types
+        raise WeightsError(f"init_from={source}: {path} holds more than tensors or is damaged; {WAY_OUT}") from error
+    parts = [content.get(name) for name in ("model", "model_args")] if isinstance(content, dict) else []
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        raise WeightsError(f"init_from={source}: {path} is no checkpoint of nanoGPT; {WAY_OUT}")
+    return content
+
+
+def nanogpt_settings(path: Path, source: str) -> Settings:
+    """The settings of nanoGPT's model: GPT-2's, but for the exact GELU, matrices as torch stores them, and optional
+    biases. Raises WeightsError."""
+    options = read_checkpoint(path, source)["model_args"]
+    values: dict[str, Any] = {name: number(options, key, None, source) for name, key in NANOGPT_SIZES.items()}
+    model = GPTConfig(name="nanogpt", mlp=Activation.gelu_exact, bias=bool(options.get("bias")), **values)
+    for flaw in model_mistakes(model):
+        raise WeightsError(f"init_from={source} describes no model: {flaw}")
+    family = replace(FAMILIES["gpt2"], transposed=False, zeros=None, parts={})
+    return Settings(family, model, ScoreConfig(), number(options, "block_size", None, source))

@@ -14,8 +14,7 @@ from data.untrusted import SETTINGS, UntrustedError, read_json
 from model.options import GPTConfig
 from model.score import ScoreConfig
 from recipe.infer.huggingface.loading import ADAPTER, beyond, find, settings_of
-from recipe.infer.huggingface.nanogpt import CHECKPOINT
-from recipe.infer.huggingface.settings import Settings, WeightsError
+from recipe.infer.huggingface.settings import CHECKPOINT, Settings, WeightsError
 from recipe.run.config import Config
 
 TOKENIZER = "tokenizer.json"

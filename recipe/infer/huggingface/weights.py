@@ -16,8 +16,8 @@ from attention.errors import Option
 from model.gpt import GPT
 from model.options import GPTConfig, ModelError
 from model.score import layer_scores
+from recipe.files import plain
 from recipe.infer.huggingface.families import FAMILIES, Family
-from recipe.infer.huggingface.loading import plain
 from recipe.infer.huggingface.settings import WeightsError, essence, read_settings, write_settings
 from recipe.wording import as_typed
 
