@@ -40,11 +40,11 @@ SHOWN = (
 )
 
 
-def overrides(attention: str, shape: str, dropout: float, steps: int) -> list[str]:
+def overrides(attention: str, shape: str, dropout: float, steps: int, model: str = "gpt2") -> list[str]:
     """The overrides of train.py for one cell."""
     batch, seq_len = shape.split("x")
     given = [
-        "model=gpt2", f"attention={attention}", f"seq_len={seq_len}", f"training.batch_size={batch}",
+        f"model={model}", f"attention={attention}", f"seq_len={seq_len}", f"training.batch_size={batch}",
         f"attention.dropout={dropout}", f"model.dropout={dropout}", "data.tokenizer=gpt2", "training.compile=true",
         f"training.steps={steps}", "schedule.warmup_steps=10", "training.log_every=10", "training.eval_every=0",
         "training.checkpoint_every=0", "training.sample_tokens=0",
@@ -62,10 +62,13 @@ def measure(cell: Row, steps: int) -> Row:
         return cell | {name: summary[name] for name in SHOWN if name in summary}
 
 
-def train(overrides: Sequence[str], folder: Path) -> Row:
+def train(overrides: Sequence[str], folder: Path, ranks: Sequence[str] = ()) -> Row:
     """Run train.py in a run folder, and show its output as it comes. Returns its recorded results, of which a run whose
-    model did not fit into memory lacks most, or {"status": "failed", "message": ...}."""
-    command = [sys.executable, "-u", "train.py", *overrides, f"hydra.run.dir={folder}"]
+    model did not fit into memory lacks most, or {"status": "failed", "message": ...}.
+
+    ranks  what starts it on several: the arguments of Python before the script
+    """
+    command = [sys.executable, "-u", *ranks, "train.py", *overrides, f"hydra.run.dir={folder}"]
     tail: deque[str] = deque(maxlen=OUTPUT_LINES)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
@@ -84,7 +87,7 @@ def measure_all(cells: Sequence[Row], recorder: Recorder, measure: Callable[[Row
     """Measure each cell, print it, and record it. Returns 1 if a cell failed."""
     failed = False
     for n, cell in enumerate(cells, 1):
-        name = " ".join(str(cell[field]) for field in IDENTITY if cell.get(field))
+        name = " ".join(str(cell[field]) for field in recorder.identity if cell.get(field))
         print(f"[{n}/{len(cells)}] {name}", flush=True)
         row = measure(cell)
         print(f"[{n}/{len(cells)}] {name}: {result(row)}", flush=True)

@@ -2,39 +2,59 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from bench.several_gpus import KINDS, Case, cases, speeds
+from bench import several_gpus
+from bench.record import Row
+from bench.several_gpus import KINDS, OF_BITS, cases, measure, table
+from recipe.run import compose
 
 
-@pytest.mark.parametrize("gpus", [2, 4])
-def test_every_number_of_gpus_computes_the_same_step(gpus: int) -> None:
-    """Cases whose bits are compared have as many tokens per step as on one GPU; a long sequence is split over all."""
-    alone = {key_of(case): case for case in cases(1)}
-    several = {key_of(case): case for case in cases(gpus)}
-    assert {kind for kind, _ in several} == set(KINDS)
-    for case in several.values():
-        if case.kind in ("bits", "eager", "muon"):
-            assert case == alone[key_of(case)]
-            assert case.tokens is not None
-            assert case.tokens % (case.sequences * case.seq_len * gpus) == 0
-        if case.kind in ("quarter", "half", "million"):
-            assert (case.seq_len, case.parallel.context) == (alone[key_of(case)].seq_len, gpus)
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_every_case_is_a_command_and_those_of_bits_have_the_same_step_on_any_number_of_gpus(gpus: int) -> None:
+    found = cases(gpus)
+    assert {case["kind"] for case in found} == set(KINDS)
+    for case in found:
+        config = compose.to_config(compose.composed(case["overrides"]))
+        training, step = config.training, config.training.batch_tokens
+        if case["kind"] in OF_BITS:
+            assert step is not None
+            assert step % (training.batch_size * config.seq_len * gpus) == 0
+            assert (training.log_every, training.compile) == (1, case["kind"] == "bits")
+        if case["kind"] in ("quarter", "half", "million"):
+            assert config.parallel.context == gpus
+    xl = next(case for case in found if case["kind"] == "xl")
+    assert compose.to_config(compose.composed(xl["overrides"])).model.n_embd == 1600
 
 
-def key_of(case: Case) -> tuple[str, str]:
-    return case.kind, case.name
+def test_bits_are_those_of_every_steps_loss_and_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = []
+    for last in (2.0, 2.0 + 2**-30, 2.0):
+        lines = [{"step": n, "train/loss": loss, "optim/grad_norm": 1.0} for n, loss in enumerate((3.0, last))]
+
+        def train(overrides: list[str], folder: Path, ranks: list[str], lines: list[Row] = lines) -> Row:
+            assert ranks[-1] == "--nproc-per-node=2"
+            (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+            return {"status": "completed", "tokens_per_s": 1.0}
+
+        monkeypatch.setattr(several_gpus, "train", train)
+        digests.append(measure({"kind": "bits", "name": "shard", "gpus": 2, "overrides": []})["digest"])
+    assert digests[0] == digests[2] != digests[1]
 
 
 def test_the_table_has_multiples_of_one_gpu_and_says_where_bits_differ() -> None:
-    fields = {"kind": "bits", "name": "shard", "seq_len": 1024, "peak_allocated_gib": 12.0}
+    fields = {"kind": "bits", "name": "shard", "status": "completed", "peak_allocated_gib": 12.0}
     rows = [
         fields | {"gpus": 1, "tokens_per_s": 5e5, "digest": "a"},
         fields | {"gpus": 2, "tokens_per_s": 9e5, "digest": "a"},
         fields | {"gpus": 4, "tokens_per_s": 1.9e6, "digest": "b"},
+        fields | {"gpus": 4, "name": "replicate", "status": "out_of_memory"},
     ]
-    assert speeds(rows).splitlines()[2:] == [
-        "| bits, shard | 1 | 1,024 | 500,000 | | 12.0 | |",
-        "| bits, shard | 2 | 1,024 | 900,000 | 1.80 | 12.0 | yes |",
-        "| bits, shard | 4 | 1,024 | 1,900,000 | 3.80 | 12.0 | no |",
+    assert table(rows).splitlines()[2:] == [
+        "| bits, shard | 500 (12.0) | 900 (12.0), 1.80 times one, the same bits "
+        "| 1,900 (12.0), 3.80 times one, other bits |",
+        "| bits, replicate | | | out of memory |",
     ]
