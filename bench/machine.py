@@ -41,22 +41,15 @@ def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str,
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's name, or a processor's with its number of threads."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-
-
-def cpu_name() -> str:
-    """The processor, and how many threads torch uses of it."""
-    return f"{processor()}, {torch.get_num_threads()} threads"
-
-
-def processor() -> str:
-    """The processor as the system calls it."""
+    """A GPU's name, or the processor as the system calls it with the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         match = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     except OSError:
         match = None
-    return match[1] if match else platform.processor() or platform.machine()
+    processor = match[1] if match else platform.processor() or platform.machine()
+    return f"{processor}, {torch.get_num_threads()} threads"
 
 
 def version(package: str) -> str | None:

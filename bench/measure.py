@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ CYCLES_PER_SECOND = 2e9
 Call = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """The median of `samples` measurements in milliseconds, and their quartiles."""
 
     ms: float
@@ -39,10 +38,6 @@ class Timing:
         """The timing of samples in milliseconds, at least one."""
         low, _, high = statistics.quantiles([*samples, *samples], n=4, method="inclusive")
         return Timing(statistics.median(samples), low, high, len(samples))
-
-    def as_dict(self) -> dict[str, float | int]:
-        """The fields by name, for JSON."""
-        return asdict(self)
 
 
 def interleaved(

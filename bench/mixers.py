@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.machine import device_name, require_gpu
+from bench.machine import require_gpu
 from bench.measure import Timing, interleaved, peak_bytes
-from bench.record import Recorder, Row, command_line, command_of, measurement, read, result_file, write_table
+from bench.record import Row, command_line, read, recording, write_table
 from mixers.check import RECURRENCES, check, find
 from mixers.layers import build_mixer
 from recipe.wording import markdown_table
@@ -72,7 +72,7 @@ def timed(name: str, tokens: int) -> Iterator[Row]:
     for way, timing in interleaved(prepared, x.device, SECONDS).items():
         if not isinstance(timing, Timing):
             raise timing
-        yield {"part": "layer", "mixer": name, "way": way, "tokens": tokens, "gib": peaks[way], **timing.as_dict()}
+        yield {"part": "layer", "mixer": name, "way": way, "tokens": tokens, "gib": peaks[way], **timing._asdict()}
 
 
 def forward_backward(layer: nn.Module, x: Tensor) -> None:
@@ -117,14 +117,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     require_gpu(parser)
     device = torch.device("cuda")
-    path = result_file(args.name, device_name(device), args.results)
-    measured = measurement(command_of(parser, arguments), device, ("flash-linear-attention",))
-    with Recorder(path, ("part", "mixer", "way", "tokens"), measured) as recorder:
+    identity = ("part", "mixer", "way", "tokens")
+    with recording(args, arguments, identity, device, ("flash-linear-attention",)) as recorder:
         for name in args.mixers:
             recorder.add(judged(name))
             for tokens in args.tokens:
                 recorder.add(*timed(name, tokens))
             print(name, flush=True)
+    path = recorder.path
     write_table(path.with_suffix(".md"), table(read(path)), path)
     print(f"results: {path}")
     return 0

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from bench.attention.__main__ import rate
-from bench.machine import device_name, require_gpu
-from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
+from bench.machine import require_gpu
+from bench.record import Row, command_line, recording
 
 SHAPES = ("32x1024", "16x2048", "8x4096", "4x8192", "2x16384")
 DROPOUTS = (0.0, 0.1)
@@ -75,11 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not all((args.checkout / name).is_file() for name in ("bench.py", "model.py")):
         parser.error(f"{args.checkout} has no bench.py and model.py; name a checkout of nanoGPT")
     require_gpu(parser)
-    device = torch.device("cuda")
     checkout = subprocess.run(["git", "rev-parse", "HEAD"], cwd=args.checkout, capture_output=True, text=True)
-    now = measurement(command_of(parser, arguments), device, nanogpt=checkout.stdout.strip() or None)
-    failed = False
-    with Recorder(result_file(args.name, device_name(device), args.results), ("shape", "dropout"), now) as recorder:
+    commit, failed = checkout.stdout.strip() or None, False
+    with recording(args, arguments, ("shape", "dropout"), torch.device("cuda"), nanogpt=commit) as recorder:
         for shape, dropout in product(args.shapes, args.dropout):
             row = measure(args.checkout, shape, dropout)
             print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import torch
 
-from bench.machine import ROOT, environment, slug
+from bench.machine import ROOT, device_name, environment, slug
 from data.atomic import write_atomically
 from recipe.wording import markdown_table
 
@@ -54,14 +54,10 @@ def command_line(module: str, description: str | None, name: str) -> argparse.Ar
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.set_defaults(module=module)
     parser.add_argument("--name", default=name, help=f"of the result file, {name}-<device>.json")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="of the result file")
     return parser
-
-
-def command_of(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> list[str]:
-    """The words after `python -m` that repeat a call of a benchmark's `main`."""
-    return [parser.prog.removeprefix("python -m "), *(sys.argv[1:] if arguments is None else arguments)]
 
 
 def result_file(name: str, device: str, folder: Path = RESULTS) -> Path:
@@ -178,6 +174,23 @@ class Recorder:
         if kind is None and self.rows:
             self.measurement["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
             self.write()
+
+
+def recording(
+    args: argparse.Namespace,
+    arguments: Sequence[str] | None,
+    identity: Sequence[str],
+    device: torch.device,
+    packages: Sequence[str] = (),
+    **sizes: object,
+) -> Recorder:
+    """The recorder of a call of a benchmark's `main` with some arguments, which `command_line` has parsed to `args`.
+
+    packages, sizes  of its `measurement`
+    """
+    command = [args.module, *(sys.argv[1:] if arguments is None else arguments)]
+    path = result_file(args.name, device_name(device), args.results)
+    return Recorder(path, identity, measurement(command, device, packages, **sizes))
 
 
 def comparable(earlier: Row, now: Row) -> bool:

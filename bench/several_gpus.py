@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 
-from bench.machine import device_name, require_gpu
-from bench.record import Recorder, Row, command_line, command_of, measurement, pivot, read, result_file, write_table
-from bench.train_step import SHOWN, measure_all, overrides, result, train
+from bench.machine import require_gpu
+from bench.record import Row, command_line, pivot, read, recording, write_table
+from bench.train_step import measure_all, overrides, result, train
 from recipe.run.metrics import read_metrics
 
 IDENTITY = ("kind", "name", "gpus")
@@ -69,8 +69,7 @@ def measure(cell: Row) -> Row:
     """Run one cell and return it with its measurements."""
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cell['gpus']}"]
     with tempfile.TemporaryDirectory() as folder:
-        summary = train(cell["overrides"], Path(folder), ranks if cell["gpus"] > 1 else [])
-        row = cell | {name: summary[name] for name in SHOWN if name in summary}
+        row = cell | train(cell["overrides"], Path(folder), ranks if cell["gpus"] > 1 else [])
         if cell["kind"] in OF_BITS:
             steps = [
                 [line["train/loss"], line["optim/grad_norm"]]
@@ -93,11 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if max(numbers) > there or min(numbers) < 1:
         parser.error(f"--gpus {' '.join(map(str, numbers))} is not possible here: this machine has {there} GPUs")
     cells = [cell for gpus in numbers for cell in cases(gpus) if cell["kind"] in args.cases]
-    device = torch.device("cuda")
-    path = result_file(args.name, device_name(device), args.results)
-    now = measurement(command_of(parser, arguments), device, measured="runs of train.py")  # rows of 0.2 are not
-    with Recorder(path, IDENTITY, now) as recorder:
+    measured = "runs of train.py"  # unlike rows of 0.2
+    with recording(args, arguments, IDENTITY, torch.device("cuda"), measured=measured) as recorder:
         failed = measure_all(cells, recorder, measure)
+    path = recorder.path
     write_table(path.with_suffix(".md"), table(read(path)), path)
     print(f"results: {path}")
     return failed

@@ -28,7 +28,7 @@ import torch
 from bench.attention.__main__ import positive, rate
 from bench.machine import ROOT, device_name, require_gpu
 from bench.nanogpt import DROPOUTS, SHAPES, batch_and_length
-from bench.record import Recorder, Row, command_line, command_of, measurement, pivot, read, result_file, write_table
+from bench.record import Recorder, Row, command_line, pivot, read, recording, result_file, write_table
 
 ATTENTIONS = ("flash", "sdpa", "naive")
 IDENTITY = ("attention", "shape", "dropout", "extra")
@@ -58,8 +58,7 @@ def measure(cell: Row, steps: int) -> Row:
     """Run one cell and return it with its measurements."""
     asked = overrides(cell["attention"], cell["shape"], cell["dropout"], steps)
     with tempfile.TemporaryDirectory() as folder:
-        summary = train([*asked, *cell["extra"]], Path(folder))
-        return cell | {name: summary[name] for name in SHOWN if name in summary}
+        return cell | train([*asked, *cell["extra"]], Path(folder))
 
 
 def train(overrides: Sequence[str], folder: Path, ranks: Sequence[str] = ()) -> Row:
@@ -80,7 +79,7 @@ def train(overrides: Sequence[str], folder: Path, ranks: Sequence[str] = ()) -> 
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     row: Row = {"status": summary["status"], "message": summary.get("message"), "wall_s": summary.get("wall_time_s")}
     row |= {name.split("/")[1]: value for kind in ("median", "peak") for name, value in summary.get(kind, {}).items()}
-    return {name: value for name, value in row.items() if value is not None}
+    return {name: row[name] for name in SHOWN if row.get(name) is not None}
 
 
 def measure_all(cells: Sequence[Row], recorder: Recorder, measure: Callable[[Row], Row]) -> int:
@@ -91,8 +90,8 @@ def measure_all(cells: Sequence[Row], recorder: Recorder, measure: Callable[[Row
         print(f"[{n}/{len(cells)}] {name}", flush=True)
         row = measure(cell)
         print(f"[{n}/{len(cells)}] {name}: {result(row)}", flush=True)
-        print(row.get("message", ""), end="\n" if row["status"] == "failed" else "")
         if row["status"] == "failed":
+            print(row["message"])
             failed = True
         else:
             recorder.add(row)
@@ -114,10 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for attention, dropout, shape in product(args.attention, args.dropout, args.shapes)
     ]
     device = torch.device("cuda")
-    path = result_file(args.name, device_name(device), args.results)
-    with Recorder(path, IDENTITY, measurement(command_of(parser, arguments), device)) as recorder:
+    with recording(args, arguments, IDENTITY, device) as recorder:
         failed = measure_all(cells, recorder, partial(measure, steps=args.steps))
     theirs = result_file("nanogpt", device_name(device), args.results)
+    path = recorder.path
     rows = read(path)
     for dropout in sorted({row["dropout"] for row in rows}):
         file = result_file(args.name + ("-dropout" if dropout else ""), device_name(device), args.results)

@@ -21,20 +21,17 @@ results go to attention-selection-<device>.json, or to the file of --name.
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import torch
-from rich.console import Console
 
 from attention import AttentionConfig, build_attention
 from bench.attention.cells import describe, measure
 from bench.attention.peers import PACKAGES, PATHS, VARIANTS, Problem, candidates
 from bench.machine import device_name, require_gpu
 from bench.measure import release
-from bench.record import Recorder, Row, command_line, command_of, measurement, pivot, read, result_file, write_table
+from bench.record import Recorder, Row, command_line, pivot, read, recording, result_file, write_table
 from recipe.errors import sentence_of
 from recipe.wording import short_length
 
@@ -78,8 +75,8 @@ def rate(text: str) -> float:
         raise argparse.ArgumentTypeError(sentence_of(error)) from None
 
 
-def argument_parser() -> argparse.ArgumentParser:
-    """The command line's arguments."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, with the candidates of this machine."""
     parser = command_line("bench.attention", __doc__, "attention")
     parser.add_argument(
         "--lengths", nargs="+", default=LENGTHS, type=positive, metavar="T", help="tokens of a sequence"
@@ -91,14 +88,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=known, metavar="NAME", help=f"some of {', '.join(known)}")
     parser.add_argument("--device", default="cuda", choices=SIZES)
     parser.add_argument("--seconds", type=float, default=0.1, help="of timing for each implementation and pass")
-    return parser
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with the candidates of this machine."""
-    parser = argument_parser()
     args = parser.parse_args(arguments)
-    args.command = command_of(parser, arguments)
     if args.device == "cuda":
         require_gpu(parser, "; --device cpu measures small sizes on this CPU")
     names = list(candidates())
@@ -114,41 +104,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, write the result and print its tables."""
     args = parse(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 160)  # tables in a file keep their full width
     device = torch.device(args.device)
     tokens, hidden, dtype = SIZES[args.device]
     sizes = {"tokens": tokens, "hidden": hidden, "dtype": str(dtype).removeprefix("torch.")}
-    now = measurement(args.command, device, [peer.package for peer in PACKAGES.values()], **sizes)
-    path = result_file(args.name, device_name(device), args.results)
-    begin = time.monotonic()
-    with Recorder(path, IDENTITY, now) as recorder:
+    packages = [peer.package for peer in PACKAGES.values()]
+    with recording(args, arguments, IDENTITY, device, packages, **sizes) as recorder:
         if recorder.dropped:
-            console.print(f"{path} has results of other software or sizes, which this measurement replaces.")
-        measure_all(args, recorder, console)
+            print(f"{recorder.path} has results of other software or sizes, which this measurement replaces.")
+        measure_all(args, recorder)
+    path = recorder.path
     rows = read(path)
     for ending, table in tables(rows).items():
         write_table(result_file(args.name + ending, device_name(device), args.results).with_suffix(".md"), table, path)
-        console.print(table, "", sep="\n", highlight=False)
-    console.print(*reasons(rows), sep="\n", highlight=False)
-    console.print(f"{time.monotonic() - begin:.0f} s, {path}")
+        print(table, "", sep="\n")
+    print(*reasons(rows), f"results: {path}", sep="\n")
 
 
-def measure_all(args: argparse.Namespace, recorder: Recorder, console: Console) -> None:
+def measure_all(args: argparse.Namespace, recorder: Recorder) -> None:
     """Measure every problem, with a line of progress for each."""
     everyone, todo = candidates(), list(problems(args))
     chosen = {name: everyone[name] for name in args.only}
-    console.print(f"{recorder.measurement['device']}: {len(todo)} problems, {', '.join(chosen)}")
-    begin = time.monotonic()
-    with console.status("") as status:
-        for n, problem in enumerate(todo):
-            line = f"{n + 1}/{len(todo)}: {problem.variant}, head size {problem.D}, "
-            line += f"dropout {problem.dropout:g}, {problem.T} tokens"
-            line += f", {(time.monotonic() - begin) / n * (len(todo) - n):.0f} s left" if n else ""
-            status.update(line)
-            if not console.is_terminal:  # which shows no status
-                console.print(line, highlight=False)
-            recorder.replace(describe(problem), measure(problem, chosen, args.seconds))
-            release(problem.device)
+    for n, problem in enumerate(todo, 1):
+        described = ", ".join(f"{name} {value}" for name, value in describe(problem).items())
+        print(f"{n}/{len(todo)}: {described}", flush=True)
+        recorder.replace(describe(problem), measure(problem, chosen, args.seconds))
+        release(problem.device)
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:

@@ -49,7 +49,7 @@ def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float) -> l
                 rows[name] |= failure(timing)
                 del able[name]
             else:
-                rows[name][direction] = timing.as_dict() | {"tflops": flops / timing.ms / 1e9}
+                rows[name][direction] = timing._asdict() | {"tflops": flops / timing.ms / 1e9}
     return with_ratios(list(rows.values()))
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention
-from bench.machine import device_name, require_gpu
-from bench.record import Recorder, command_line, command_of, measurement, read, result_file, write_table
+from bench.machine import require_gpu
+from bench.record import command_line, read, recording, write_table
 from recipe.wording import markdown_table as table
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -82,9 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     require_gpu(parser)
     device = torch.device("cuda", torch.cuda.current_device())
-    path = result_file(args.name, device_name(device), args.results)
-    now = measurement(command_of(parser, arguments), device, B=B, H=H, T=T, D=D)
-    with Recorder(path, ("name",), now) as recorder:
+    with recording(args, arguments, ("name",), device, B=B, H=H, T=T, D=D) as recorder:
         for name, (heads, attend) in candidates(device).items():
             q, k, v = (
                 torch.randn(B, n, T, D, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -95,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             both = host_us(partial(trained, attend, (q, k, v), torch.randn_like(q)))
             recorder.add({"name": name, "forward_us": round(forward, 1), "both_us": round(both, 1)})
     head = ["microseconds of the host", "forward", "forward and backward"]
+    path = recorder.path
     rows = ([row["name"], f"{row['forward_us']:.0f}", f"{row['both_us']:.0f}"] for row in read(path))
     write_table(path.with_suffix(".md"), table(head, rows), path)
 

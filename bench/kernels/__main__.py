@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import triton
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 
 from bench.kernels.compiler import REGISTERS, SHARED, Kernel, Report
 from bench.kernels.grid import changed, compile_all, kernels, one_of_each_kind
@@ -82,14 +81,6 @@ def other_code(record: Record, reports: dict[str, Report], version: str) -> Iter
             yield f"{name} compiles to other code than recorded, though its sources are the same; run make kernels"
 
 
-def compile_with_progress(names: Sequence[str]) -> dict[str, Report]:
-    """Name -> report."""
-    console = Console(stderr=True)
-    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        return dict(bar.track(compile_all(names), total=len(names)))
-
-
 def main(arguments: Sequence[str] | None = None, file: Path = FILE) -> int:
     """Returns 1 if a kernel grew or does not fit its GPU; the record then stays as it is."""
     parser = argparse.ArgumentParser(
@@ -105,7 +96,8 @@ def main(arguments: Sequence[str] | None = None, file: Path = FILE) -> int:
     stale = changed(record)
     names = sorted({*stale, *one_of_each_kind()}) if args.changed else list(kernels())
     print(f"Triton {version}: {len(names)} of {len(kernels())} kernels, of which {len(stale)} changed since the record")
-    reports = compile_with_progress(names)
+    quiet = not sys.stdout.isatty()
+    reports = dict(track(compile_all(names), "compiling", total=len(names), transient=True, disable=quiet))
     wrong = [line for name, report in reports.items() for line in faults(kernels()[name], report)]
     if not args.accept_growth:
         for name, report in reports.items():

@@ -103,7 +103,9 @@ def test_measuring_again_replaces_the_problem_and_leaves_the_others(tmp_path, ca
     again = run(tmp_path, "--lengths", "32", "--dropout", "0", "--only", "naive")
     assert [(row["length"], row["name"]) for row in again] == [(64, "naive"), (64, "sdpa-math"), (32, "naive")]
     assert again[:2] == first[2:]
-    assert "2/2: causal, head size 8, dropout 0, 64 tokens" in capsys.readouterr().out  # of the first call
+    assert (
+        "2/2: batch 1, heads 2, length 64, head_size 8, variant causal, dropout 0.0" in capsys.readouterr().out
+    )  # of the first call
 
 
 def test_a_wrong_implementation_shows_in_its_error_and_a_greedy_one_is_a_result(tmp_path, monkeypatch, capsys):
