@@ -339,6 +339,7 @@ def test_nan_reaches_the_rows_that_see_it_and_rows_that_do_not_may_skip_it():
     [
         ("keep_scale_off", {"replay", "rate between steps"}),
         ("dropout_shifted_in_backward", {"replay"}),
+        ("delta_ignores_dropout", {"replay"}),
         ("mask_shared_by_heads", {"independence", "mask"}),
         ("mask_ignores_step", {"mask"}),
         ("in_steps", set()),

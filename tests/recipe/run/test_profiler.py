@@ -96,11 +96,14 @@ def test_an_exchange_between_ranks_counts_where_no_other_kernel_runs():
 
 
 def test_kernels_of_a_replayed_graph_are_known_by_their_names():
-    trace = Trace(60)
-    for n, kernel in enumerate(("flash_backward_dq", "nvjet_tst_128", "softmax_gradient_kernel", "triton_red_fused")):
+    trace, kernels = Trace(100), (
+        "flash_backward_dq", "nvjet_tst_128", "softmax_gradient_kernel", "triton_red_fused", "sm90_xmma_gemm_bf16",
+        "triton_red_fused__log_softmax_nll_loss_forward", "multi_tensor_apply_kernel<FusedAdam>", "FSDP::all_gather",
+    )  # fmt: skip
+    for n, kernel in enumerate(kernels):
         trace.launch(kernel, 1, 10 * n, 10)
     assert nonzero(summarise(trace.events)) == {
-        "attention": 10, "matmul": 10, "loss": 10, "other": 10, "idle": 20
+        "attention": 10, "matmul": 20, "loss": 20, "optimizer": 10, "exchange": 10, "other": 10, "idle": 20
     }  # fmt: skip
 
 

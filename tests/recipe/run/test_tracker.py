@@ -82,13 +82,14 @@ def test_a_kill_while_a_run_is_resumed_keeps_its_lines(tmp_path: Path) -> None:
 
 def test_damaged_lines_are_named_and_put_aside_when_a_run_is_resumed(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n\xff\xfe\n{"step": 2}\n[1]\n{"step": 3}\n{"step": 4, "tr')
+    path.write_bytes(b'{"step": 1}\n\xff\xfe\n{"step": 2}\n[1]\n{"a": 2}\nnull\n{"step": 3}\n{"step": 4, "tr')
     (tmp_path / "summary.json").touch()
     for _ in range(2):
         with track(tmp_path, resume_step=3):
             assert not (tmp_path / "summary.json").exists(), "it describes a run that has ended"
     assert [strict(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"step": 2}, {"step": 3}]
-    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"\xff\xfe\n[1]\n", "half a last line is not damage"
+    damaged = (tmp_path / "metrics.damaged.jsonl").read_bytes()
+    assert damaged == b'\xff\xfe\n[1]\n{"a": 2}\nnull\n', "half a last line is not damage"
     assert capsys.readouterr().out.count("warning: these lines of") == 1
     (note,) = [note for note in read_run(tmp_path).notes if "could not be read" in note]
     assert note.endswith("they are in metrics.damaged.jsonl.")

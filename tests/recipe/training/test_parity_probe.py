@@ -159,7 +159,8 @@ def test_a_pass_gives_the_loss_and_gradients_of_training(recompute: Recompute, d
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in WRONG), ("mask_ignores_layer", torch.bfloat16)],
+    # While scores are small the missing rescaling matters little: less than bf16's rounding.
+    [(name, torch.float32) for name in WRONG] + [(name, torch.bfloat16) for name in WRONG if name != "no_rescaling"],
 )
 def test_a_wrong_implementation_is_beyond_rounding(name: str, dtype: torch.dtype):
     model = small_gpt(WRONG[name])

@@ -210,6 +210,14 @@ def test_auto_takes_the_newest_run_with_a_valid_checkpoint(runs: Path) -> None:
     assert resumed("resume=auto") == "outputs/older"
 
 
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = Path("outputs/newer/checkpoints") / f"step-{STEPS:08d}"
+    damage(newest)
+    train("resume=auto")
+    assert f"{newest} is damaged" in capsys.readouterr().out
+    assert_same_run(runs / "newer", runs / "older")
+
+
 def test_resuming_takes_the_recorded_overrides_and_the_new_ones(runs: Path) -> None:
     changed = ["attention=tiled", "model.dropout=0", "optimizer.lr=1e-4", "training.batch_tokens=128"]
     train("resume=auto", "training.steps=63", *changed)
