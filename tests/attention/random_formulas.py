@@ -164,8 +164,6 @@ def main(arguments: list[str] | None = None) -> int:
     failed = 0
     for number in range(args.first, args.first + args.cases):
         case = random_case(args.seed, number, args.longest)
-        if sys.stderr.isatty():
-            print(f"\r{number - args.first + 1} of {args.cases}, {failed} failed ", end="", file=sys.stderr)
         if complaint := case.failure(args.implementation):
             failed += 1
             print(f"case {number} of seed {args.seed} fails: {case}\n  {complaint}", flush=True)

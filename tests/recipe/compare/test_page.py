@@ -179,8 +179,9 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrom
 
 @needs_browser
 def test_the_page_opens_in_a_browser_on_a_phone_and_on_a_desk(page: str, report: Report, tmp_path: Path) -> None:
-    measured, console = open_in_browser(page, tmp_path)
-    assert console == []
+    wrong = page.replace("</body>", "<script>nothing()</script></body>")  # which the console shows, and nothing else
+    measured, console = open_in_browser(wrong, tmp_path)
+    assert ["nothing is not defined" in line for line in console] == [True, True], console
     assert [frame["width"] for frame in measured] == [PHONE, DESK]
     for frame in measured:
         assert frame["headline"] == report.headline
