@@ -4,7 +4,7 @@
     x = x + norm(attention(x))             after: OLMo Team 2024, "2 OLMo 2 Furious"
     x = x + norm(attention(norm(x)))       both: Gemma Team 2024, "Gemma 2"
 
-and the same with the MLP.
+and the same with the MLP. A Pass has the inputs of all blocks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from attention.layout import Layout
 from attention.score import Score
-from model.attention import SelfAttention, Surroundings
+from model.attention import Attend, SelfAttention, Surroundings
 from model.dropout import Mask, drop
 from model.fused_norm import added_and_normed, can_add_norm
 from model.mixer import MixerLayer
 from model.mlps import MLP
 from model.norms import build_norm
 from model.options import GPTConfig, NormPlace
+from model.positions import PositionTables
 from model.score import ScoreConfig
 
 Masks = Sequence[Mask | None]  # residual dropout's mask at each site; None: keep all
@@ -115,3 +117,47 @@ class Block(nn.Module):
         total, h = stream.normed(self.ln_2)
         after = Stream(total, self.ln_2_out(self.mlp(h)), masks[1])
         return after if isinstance(x, Stream) else after.added(), values if self.gives_values else None
+
+
+class Embedded(NamedTuple):
+    """Tokens on their way into the first block.
+
+    x          (B, T, C) the residual stream
+    positions  rows of the tokens
+    values     (B, T, H_kv D) of each value embedding
+    """
+
+    x: Tensor
+    positions: PositionTables
+    values: tuple[Tensor, ...] = ()
+
+
+class Pass(NamedTuple):
+    """The inputs of all layers: shared ones, and ones that differ from layer to layer.
+
+    attends  the attention that each layer calls
+    keys     packed, of each layer's dropout on attention weights; None drops nothing
+    masks    of residual dropout, two for each block; None keeps all
+    """
+
+    embedded: Embedded
+    attends: Sequence[Attend]
+    layout: Layout
+    keys: Tensor | None = None
+    masks: Masks | None = None
+
+    def around(self, layer: int, config: GPTConfig, first_values: Tensor | None) -> Surroundings:
+        """The inputs of a layer. The block of a second head comes after the last layer and gets the same inputs."""
+        table = config.value_table(min(layer, config.n_layers - 1))
+        return Surroundings(
+            self.embedded.positions,
+            self.layout,
+            self.attends[layer],
+            None if self.keys is None else self.keys[layer],
+            first_values,
+            None if table is None else self.embedded.values[table],
+        )
+
+    def masks_of(self, layer: int) -> Masks:
+        """The masks of a layer's residual dropout."""
+        return (None, None) if self.masks is None else self.masks[2 * layer : 2 * layer + 2]

@@ -166,19 +166,10 @@ class Decode:
     cache: Cache
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        score: Score,
-        scale: float | None,
-        layout: Layout,
-        dropout_key: None,
-        **tensors: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, dropout_key: None, **options: Any
     ) -> AttentionOutput:
         self.cache.write(k, v)
-        return self.attend.decode(q, self.cache, score=score, scale=scale, **tensors)
+        return self.attend.decode(q, self.cache, **options)  # of a score, its scale and its tensors
 
 
 def longest_window(scores: Sequence[Score]) -> int | None:

@@ -151,30 +151,14 @@ def keeps(bits: Tensor, x: Tensor) -> Tensor:
 
 
 @add_norm.register_fake
-def _(
-    x: Tensor,
-    out: Tensor,
-    bits: Tensor | None,
-    scale: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    centred: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, out: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, centred = others
     stats = x.new_empty(x.numel() // x.shape[-1], 1 + centred, dtype=torch.float32)
     return x.new_empty(x.shape), out.new_empty(out.shape), stats
 
 
 @add_norm_gradient.register_fake
-def _(
-    d_sum: Tensor,
-    d_h: Tensor,
-    x: Tensor,
-    stats: Tensor,
-    bits: Tensor | None,
-    scale: float,
-    weight: Tensor | None,
-    n_sums: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(d_sum: Tensor, d_h: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, bits, _, _, n_sums = others
     d_out = d_h.new_empty(0 if is_shared(x, d_h, bits) else d_h.shape)
     return x.new_empty(x.shape), d_out, x.new_empty(n_sums, x.shape[-1], dtype=torch.float32)

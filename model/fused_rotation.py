@@ -89,11 +89,11 @@ def normed_rotation_gradient(
 
 
 @normed_rotation.register_fake
-def _(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+def _(x: Tensor, *others: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 @normed_rotation_gradient.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
     dw = x.new_empty(0 if weight is None else len(weight), dtype=accum_dtype(x.dtype))
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), dw

@@ -24,10 +24,9 @@ from attention.interface import Attention, AttentionShape
 from attention.layout import Layout, documents
 from attention.score import Range, take_rows
 from model.attention import Attend, SelfAttention, labelled
-from model.blocks import Block, Masks, Stream, call
+from model.blocks import Block, Embedded, Masks, Pass, Stream, call
 from model.dropout import Mask, draw_masks, drop
 from model.embedding import lookup
-from model.forward import Embedded, Pass
 from model.further import Further, FurtherToken
 from model.fused_norm import can_fuse_stream
 from model.linear import Linear, linear
@@ -223,18 +222,19 @@ class GPT(nn.Module):
 
         Returns (B, T, C). Raises ModelError.
         """
-        inputs = self.prepare(tokens, dropout_key, attend or self.attend, document_starts, rows)
+        inputs = self.prepare(tokens, dropout_key, attend, document_starts, rows)
         return self.ln_f(self.through_blocks(inputs)[0])
 
     def prepare(
         self,
         tokens: Tensor,
         dropout_key: DropoutKey | None,
-        attend: Attention,
+        attend: Attention | None,
         document_starts: Tensor | None,
         rows: tuple[Range, ...] | None,
     ) -> Pass:
         """The inputs of the blocks; `hidden` describes arguments and errors."""
+        attend = attend or self.attend
         if tokens.shape[1] > self.seq_len:
             raise ModelError(
                 f"{tokens.shape[1]} tokens are more than seq_len={self.seq_len}; raise seq_len or cut them."
@@ -281,7 +281,7 @@ class GPT(nn.Module):
         With `further` the result is (2,): that loss, and the second head's.
         `hidden` describes the other arguments and errors.
         """
-        inputs = self.prepare(tokens, dropout_key, attend or self.attend, document_starts, rows)
+        inputs = self.prepare(tokens, dropout_key, attend, document_starts, rows)
         x, first = self.through_blocks(inputs)
         hidden = self.ln_f(x)
         if targets is None:

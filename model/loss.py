@@ -120,13 +120,7 @@ def chunked_cross_entropy(
 
 @chunked_cross_entropy.register_fake
 def _(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    with_gradients: bool,
-    chunk_rows: int,
-    cap: float | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_hidden = torch.empty_like(hidden) if with_gradients else hidden.new_empty(0)
     d_weight = weight.new_empty(weight.shape if with_gradients else 0, dtype=torch.float32)

@@ -22,6 +22,7 @@ from model.options import (
     Positions,
     RopeScaling,
     Scaling,
+    misfit,
 )
 
 
@@ -78,11 +79,8 @@ def check_mixers(config: GPTConfig, device: torch.device) -> None:
 def mixer_mistakes(config: GPTConfig) -> Iterator[str]:
     """A sentence for each mistake in which layers have a mixer."""
     pattern, names = config.layers, (ATTENTION, *MIXERS)
-    if pattern is not None and (not pattern or config.n_layers % len(pattern)):
-        yield (
-            f"model.layers has {len(pattern)} entries, which do not divide model.n_layers={config.n_layers}; give one "
-            "for each layer, a pattern that fits, or model.layers=null."
-        )
+    if pattern is not None and (sentence := misfit("model.layers", pattern, config.n_layers)):
+        yield sentence
         return
     if unknown := [name for name in pattern or [] if name not in names]:
         yield f"model.layers has {unknown[0]}; an entry is one of {', '.join(names)}."
@@ -138,11 +136,8 @@ def rotary_mistakes(config: GPTConfig) -> Iterator[str]:
             f"{'are no even number' if of else f'({heads_of(config)}) are odd'}; use {remedy}model.positions=learned."
         )
     pattern = config.rope_layers
-    if pattern is not None and (not pattern or config.n_layers % len(pattern)):
-        yield (
-            f"model.rope_layers has {len(pattern)} entries, which do not divide model.n_layers={config.n_layers}; give "
-            "one for each layer, a pattern that fits, or model.rope_layers=null."
-        )
+    if pattern is not None and (sentence := misfit("model.rope_layers", pattern, config.n_layers)):
+        yield sentence
     elif pattern is not None and not any(pattern):
         yield "model.rope_layers leaves no layer with positions; use model.positions=none instead."
     yield from scaling_mistakes(config.rope_scaling)
@@ -164,15 +159,9 @@ def scaling_mistakes(scaling: RopeScaling) -> Iterator[str]:
         return
     if not scaling.factor >= 1:
         yield f"{at}.factor={scaling.factor} must be at least 1, the growth of the longest sequence."
-    of_yarn = ("truncate", "attention_factor")
-    foreign = (
-        ("original", "fast", "slow", *of_yarn)
-        if kind is Scaling.linear
-        else of_yarn
-        if kind is not Scaling.yarn
-        else ()
-    )
-    for name in foreign:
+    of_yarn, of_both = ("truncate", "attention_factor"), ("original", "fast", "slow")
+    foreign = {Scaling.linear: (*of_both, *of_yarn), Scaling.llama3: of_yarn}
+    for name in foreign.get(kind, ()):
         if getattr(scaling, name) != getattr(RopeScaling, name):
             yield f"{at}.{name}={getattr(scaling, name)} has no effect with {at}.kind={kind.value}; leave it out."
     if kind is not Scaling.linear and (scaling.original is None or scaling.original < 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -120,6 +121,16 @@ class RopeScaling:
 
 
 ATTENTION = "attention"  # among the names of model.layers
+
+
+def misfit(option: str, pattern: Sequence[object], n_layers: int) -> str | None:
+    """A sentence where a pattern over the layers, repeated, does not end with the last of them."""
+    if pattern and n_layers % len(pattern) == 0:
+        return None
+    return (
+        f"{option} has {len(pattern)} entries, which do not divide model.n_layers={n_layers}; give one for each layer, "
+        f"a pattern that fits, or {option}=null."
+    )
 
 
 @dataclass

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from attention.score import NAMES, Score, ScoreError
-from model.options import GPTConfig
+from model.options import GPTConfig, misfit
 
 # The values that may differ from layer to layer.
 LAYER_NAMES = tuple(name for name in NAMES if name != "causal")
@@ -60,11 +60,8 @@ def attention_scores(config: ScoreConfig, model: GPTConfig) -> tuple[Score, ...]
 def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[ScoreError]:
     """An error, with the remedy, for each value that no layer can have."""
     pattern = [{}] if config.layers is None else config.layers
-    if not pattern or n_layers % len(pattern):
-        yield ScoreError(
-            f"score.layers has {len(pattern)} entries, which do not divide model.n_layers={n_layers}; give one for "
-            "each layer, a pattern that fits, or score.layers=null."
-        )
+    if sentence := misfit("score.layers", pattern, n_layers):
+        yield ScoreError(sentence)
     base = {name: getattr(config, name) for name in LAYER_NAMES}
     reported: set[str] = set()
     read: set[str] = set()
