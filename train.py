@@ -28,8 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from data.chat import end_at_answers
 from data.errors import brief
 from data.prepare import prepare as prepare_data
-from data.tasks import TASKS, TaskData
-from data.tasks.task import TaskBatches
+from data.tasks import TASKS, TaskBatches, TaskData
 from data.tokenizers import load_tokenizer
 from model.gpt import GPT
 from model.linear import products_by

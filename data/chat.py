@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from data.errors import DataError, brief
-from data.files import Row, numbered_rows
+from data.files import Row, Span, numbered_rows
 from data.own_tokenizer import OwnTokenizer
 from data.tokenizers import Tokenizer
 from data.untrusted import RECORD, read_json, read_text
@@ -154,14 +155,10 @@ def read_template(tokenizer: str) -> ChatTemplate:
     return template
 
 
-def read_conversations(path: Path, template: ChatTemplate, start: int, stop: int | None, split: str) -> Iterator[Row]:
-    """The conversations with the numbers from start to stop as rows, with the spans of their answers.
-
-    Raises DataError.
-    """
-    for number, (line, row) in enumerate(numbered_rows(path)):
-        if number < start or (stop is not None and number >= stop):
-            continue
+def read_conversations(span: Span, template: ChatTemplate) -> Iterator[Row]:
+    """The conversations of a part of a file as rows, with the places of their answers. Raises DataError."""
+    path = Path(span.path)
+    for line, row in islice(numbered_rows(path), span.start, span.stop):
         for form, command in CONVERSIONS.items():
             if form in row and "messages" not in row:
                 raise DataError(
@@ -179,7 +176,7 @@ def read_conversations(path: Path, template: ChatTemplate, start: int, stop: int
             raise DataError(
                 f"line {line} of {path} cannot be written as text ({reason}); repair or remove it."
             ) from error
-        yield {"split": split, "text": text, "opens": True, "answers": answers}
+        yield {"split": span.split, "text": text, "opens": True, "answers": answers}
 
 
 def joined(message: Any) -> Any:

@@ -19,7 +19,7 @@ import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,21 +91,19 @@ class Corpus(ABC):
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Row], Tokenised]:
         """row -> its tokens; threads can call it in parallel."""
-        if isinstance(tokenizer, OwnTokenizer):
-            return partial(_tokenised, tokenizer)
         encode = encoder(tokenizer)
-        if tokenizer.name == "gpt2":
-            return lambda row: Tokenised(encode(row["text"]) if (tokens := row.get(TOKENS)) is None else tokens)
-        return lambda row: Tokenised(encode(row["text"]))
+
+        def tokenised(row: Row) -> Tokenised:
+            tokens = row.get(TOKENS) if tokenizer.name == "gpt2" else None
+            tokens = encode(row["text"]) if tokens is None else tokens
+            lost = tokenizer.lost(tokens.tolist(), row["text"]) if isinstance(tokenizer, OwnTokenizer) else 0
+            return Tokenised(tokens, lost=lost)
+
+        return tokenised
 
     def notices(self) -> list[str]:
         """Sentences about anything unexpected in how this text is used."""
         return []
-
-
-def _tokenised(tokenizer: OwnTokenizer, row: Row) -> Tokenised:
-    tokens = tokenizer.encode_ordinary(row["text"])
-    return Tokenised(np.array(tokens, np.uint32), lost=tokenizer.lost(tokens, row["text"]))
 
 
 def train_part(size: int, val_fraction: float) -> int:
@@ -233,22 +231,13 @@ class ChatCorpus(FileCorpus):
 
     def __init__(self, config: DataConfig, file: Path) -> None:
         super().__init__(config, file.parent, [file])
-        self.file, self.template = file, read_template(config.tokenizer)
+        self.template = read_template(config.tokenizer)
 
     def source(self) -> dict[str, Any]:
         return super().source() | {"template": asdict(self.template)}
 
     def streams(self) -> list[Stream]:
-        parts = (("train", 0, self.n_train), ("val", self.n_train, None))
-        return [
-            Stream(read_conversations(self.file, self.template, start, stop, split), 1.0)
-            for split, start, stop in parts
-        ]
-
-    @cached_property
-    def n_train(self) -> int:
-        """The number of conversations for training, which come first."""
-        return train_part(sum(1 for _ in table_rows(self.file)), self.config.val_fraction)
+        return [Stream(read_conversations(span, self.template), 1.0) for span in self._cut_one()]
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Row], Tokenised]:
         assert isinstance(tokenizer, OwnTokenizer)

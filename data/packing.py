@@ -20,7 +20,7 @@ from data.batches import Batch, GlobalBatch, Stored, random_draws
 from data.errors import DataError
 from data.files import numbered_rows
 from data.store import TokenFile
-from data.tasks.task import IGNORED
+from data.tasks import IGNORED
 
 
 class PackedRows:

@@ -21,8 +21,7 @@ from data.mixing import MixedBatches
 from data.options import Documents
 from data.packing import ChatBatches, PackedRows, chat_windows
 from data.store import PreparedData
-from data.tasks import TaskData
-from data.tasks.task import TaskBatches, validation_batches
+from data.tasks import TaskBatches, TaskData, validation_batches
 from data.tokenizers import save_tokenizer
 from model.counting import flops_per_token
 from model.gpt import GPT, Computation

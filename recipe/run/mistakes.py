@@ -15,8 +15,7 @@ from data.corpora import CORPORA, Corpus, FileCorpus, JoinedHubCorpus
 from data.files import TABLES, kind
 from data.mistakes import data_mistakes
 from data.options import Documents
-from data.tasks import TASKS
-from data.tasks.task import check_length
+from data.tasks import TASKS, check_length
 from model.mistakes import check_mixers, model_mistakes
 from model.score import attention_scores, score_mistakes
 from model.score_tensors import ScoreTensors

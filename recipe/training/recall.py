@@ -16,8 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.tasks import TASKS
-from data.tasks.task import IGNORED, VALIDATION, VALIDATION_SEED, Task, drawn
+from data.tasks import IGNORED, TASKS, VALIDATION, VALIDATION_SEED, Task, drawn
 from model.gpt import GPT
 from model.options import Positions
 from model.positions import position_tables

@@ -7,8 +7,18 @@ import pytest
 
 from data.batches import GlobalBatch
 from data.errors import DataError
-from data.tasks import TASKS, AssociativeRecall, Counting, Needle
-from data.tasks.task import IGNORED, TRAINING, VALIDATION, Sequence, TaskBatches, drawn
+from data.tasks import (
+    IGNORED,
+    TASKS,
+    TRAINING,
+    VALIDATION,
+    AssociativeRecall,
+    Counting,
+    Needle,
+    Sequence,
+    TaskBatches,
+    drawn,
+)
 
 LENGTHS = (32, 64, 200)
 

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import AttentionConfig, build_attention
-from data.tasks import TASKS, Needle
-from data.tasks.task import VALIDATION, VALIDATION_SEED, drawn
+from data.tasks import TASKS, VALIDATION, VALIDATION_SEED, Needle, drawn
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from model.positions import PositionTables
