@@ -37,6 +37,7 @@ from .score import Score
 # As many sequences and heads are compared at a step as have so many pairs of a query and a key, at least one of each.
 PAIRS = 2**20
 TF32_EPS = 2**-10
+OF_QUERIES, OF_KEYS = ("q", "do", "out", "lse", "dq"), ("k", "v", "dk", "dv")
 NO_CALL = (
     "no call of attention with gradients was seen: train without torch.compile and without reentrant checkpoints, by "
     "torch's scaled_dot_product_attention or transformers' eager, sdpa or flex_attention"
@@ -148,45 +149,16 @@ class Meaning:
     sinks: Tensor | None = None
     dropout: float = 0.0
 
-
-@dataclass
-class Taken:
-    """A call of the model.
-
-    values     q, k, v and out, in the backward pass also do, dq, dk and dv, all (B, H, T, D)
-    sequences  those that are compared, and of their key/value heads those of `groups`, with the query heads
-    keep       their weights that dropout keeps; None: all
-    needs      the gradients that the backward pass computes
-    unseen     why it cannot be judged, or None
-    """
-
-    layer: str
-    meaning: Meaning | None
-    values: dict[str, Tensor]
-    sequences: slice = field(default_factory=lambda: slice(0, 0))
-    groups: slice = field(default_factory=lambda: slice(0, 0))
-    keep: Tensor | None = None
-    unseen: str | None = None
-    needs: list[str] = field(default_factory=list)
-
-    def heads(self) -> slice:
-        """The query heads that are compared."""
-        G = self.values["q"].shape[1] // self.values["k"].shape[1]
-        return slice(self.groups.start * G, self.groups.stop * G)
-
-    def problem(self, part: slice) -> Problem:
-        """The judge's problem for some of the query heads that are compared."""
-        meaning, q, k = self.meaning, self.values["q"], self.values["k"]
-        assert meaning is not None
-        first = self.heads().start
-        heads = slice(first + part.start, first + part.stop)
+    def problem(self, q: Tensor, k: Tensor, sequences: slice, heads: slice, keep: Tensor | None) -> Problem:
+        """The judge's problem for some sequences and query heads of a call; keep, (B, H, T, S) bool, is of all heads of
+        these sequences."""
         T, S, shift = q.shape[2], k.shape[2], None
         seen = torch.ones(1, 1, T, S, dtype=torch.bool, device=q.device)
-        if meaning.causal:
+        if self.causal:
             seen = seen.tril()
-        if meaning.mask is not None:
-            x = meaning.mask[(None,) * (4 - meaning.mask.ndim)][..., :S]
-            x = x if x.shape[0] == 1 else x[self.sequences]
+        if self.mask is not None:
+            x = self.mask[(None,) * (4 - self.mask.ndim)][..., :S]
+            x = x if x.shape[0] == 1 else x[sequences]
             x = x if x.shape[1] == 1 else x[:, heads]
             if x.dtype is torch.bool:
                 seen = seen & x
@@ -195,24 +167,52 @@ class Taken:
                 low = x < torch.finfo(x.dtype).min / 2
                 hidden = low & (~low.all(dim=-1, keepdim=True) | x.isinf())
                 seen, shift = seen & ~hidden, x.masked_fill(hidden, 0.0)
-        if meaning.pairs is not None:
-            seen = seen & flex_mask(meaning.pairs, self.sequences, heads, T, S, q.device)
+        if self.pairs is not None:
+            seen = seen & flex_mask(self.pairs, sequences, heads, T, S, q.device)
         return Problem(
-            scale=1 / math.sqrt(q.shape[-1]) if meaning.scale is None else meaning.scale,
+            scale=1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale,
             seen=seen,
-            soft_cap=meaning.soft_cap,
+            soft_cap=self.soft_cap,
             shift=shift,
-            sinks=None if meaning.sinks is None else meaning.sinks[heads],
-            keep=None if self.keep is None else self.keep[:, heads],
-            keep_scale=1.0 if self.keep is None else 1 / (1 - meaning.dropout),
+            sinks=None if self.sinks is None else self.sinks[heads],
+            keep=None if keep is None else keep[:, heads],
+            keep_scale=1.0 if keep is None else 1 / (1 - self.dropout),
         )
 
+
+@dataclass
+class Taken:
+    """A call, to judge. The probe of a training run (recipe/training/parity_layers.py) makes its own.
+
+    values     q, k, v and out, in the backward pass also do, dq, dk and dv, all (B, H, T, D); other results by the
+               names of formula.RESULTS
+    sequences  those that are compared, and of their key/value heads those of `groups`, with the query heads
+    problem    that of some of the query heads that are compared
+    needs      the results besides out
+    unseen     why it cannot be judged, or None
+    tf32       whether products of fp32 may be rounded to TF32
+    """
+
+    layer: str
+    values: dict[str, Tensor]
+    sequences: slice
+    groups: slice
+    problem: Callable[[slice], Problem] | None = None
+    needs: list[str] = field(default_factory=list)
+    unseen: str | None = None
+    tf32: bool = False
+
+    def heads(self) -> slice:
+        """The query heads that are compared."""
+        G = self.values["q"].shape[1] // self.values["k"].shape[1]
+        return slice(self.groups.start * G, self.groups.stop * G)
+
     def line(self, step: int) -> Line:
-        """The judgement, after the backward pass."""
+        """The judgement, after the backward pass. Raises OutOfMemoryError."""
         shapes = [f"{name} {tuple(self.values[name].shape)}" for name in "qkv"]
         precision = str(self.values["q"].dtype).removeprefix("torch.")
         line = Line({"watch/step": step, "watch/layer": self.layer, "watch/shape": f"{', '.join(shapes)} {precision}"})
-        broken = {name: int((~x.isfinite()).sum()) for name, x in self.values.items()}
+        broken = {name: int((~x.isfinite()).sum()) for name, x in self.values.items() if name != "lse"}
         broken = {name: count for name, count in broken.items() if count}
         wrong = []
         if broken:
@@ -241,24 +241,23 @@ class Taken:
         elif "do" in broken:
             unseen.append("gradients: that of the output is not finite")
         names = ["out", *([] if unseen else self.needs)]
-        of_keys = dict.fromkeys(("k", "v", "dk", "dv"), self.groups)
-        part = {name: x[self.sequences, of_keys.get(name, self.heads())] for name, x in self.values.items()}
+        of = dict.fromkeys(OF_QUERIES, self.heads()) | dict.fromkeys(OF_KEYS, self.groups)
+        part = {name: x[self.sequences, of[name]] if name in of else x for name, x in self.values.items()}
         # Under autocast the function gets fp32 and computes in 16 bits.
         dtype = max((part["q"].dtype, part["out"].dtype), key=lambda dtype: torch.finfo(dtype).eps)
         q, k, v = (part[name].to(dtype) for name in "qkv")
         do = part["do"].to(dtype) if len(names) > 1 else torch.zeros_like(part["out"], dtype=dtype)
-        tf32 = dtype is torch.float32 and q.is_cuda and torch.get_float32_matmul_precision() != "highest"
-        try:
-            found = judge(q, k, v, do, self.problem, {name: part[name] for name in names}, TF32_EPS if tf32 else None)
-        except torch.OutOfMemoryError:
-            unseen.append("too little memory is free")
-            return []
+        eps = TF32_EPS if self.tf32 and dtype is torch.float32 else None
+        assert self.problem is not None
+        found = judge(q, k, v, do, self.problem, {name: part[name] for name in names}, eps)
         return [replace(verdict, row=self.row(verdict)) for verdict in found]
 
     def row(self, verdict: Verdict) -> tuple[int, ...]:
         """The sequence, head and token of a verdict's row in the call."""
+        if verdict.name not in (*OF_QUERIES, *OF_KEYS):  # of heads or of a formula's tensor
+            return verdict.row
         sequence, head, *token = verdict.row
-        first = self.groups.start if verdict.name in ("dk", "dv") else self.heads().start
+        first = self.groups.start if verdict.name in OF_KEYS else self.heads().start
         return sequence + self.sequences.start, head + first, *token
 
 
@@ -314,7 +313,10 @@ class Watcher:
         self.optimizers = [optimizer]  # if it is not the first, that one is no longer in use
         if self.step % self.every == 0:
             line = Line({"watch/step": self.step + 1, "watch/not_judged": NO_CALL})
-            line = line if self.taken is None else self.taken.line(self.step + 1)
+            try:
+                line = line if self.taken is None else self.taken.line(self.step + 1)
+            except torch.OutOfMemoryError:
+                line["watch/not_judged"] = "too little memory is free"
             for layer, shape, finite in self.others:
                 broken = [name for name, flag in finite.items() if not flag]
                 wrong = [f"{name} of {layer}, q {shape}, is not finite" for name in attentions(broken)]
@@ -454,7 +456,7 @@ def take(
     values = {name: x.detach().clone() for name, x in zip("qkv", inputs, strict=True)}
     reason = meaning if isinstance(meaning, str) else unknown_shapes(q, k, v)
     if reason is not None or isinstance(meaning, str):
-        return attend(*inputs), Taken(layer, None, values, unseen=reason)
+        return attend(*inputs), Taken(layer, values, slice(0), slice(0), unseen=reason)
     if meaning.sinks is not None:  # a parameter, which the optimizer will change
         meaning = replace(meaning, sinks=meaning.sinks.detach().clone())
     needs = ["d" + name for name, x in zip("qkv", inputs, strict=True) if x.requires_grad]
@@ -462,7 +464,9 @@ def take(
     pairs, H_kv = T * k.shape[2], k.shape[1]
     n, m = max(1, min(B, PAIRS // (H * pairs))), max(1, min(H_kv, PAIRS // (H // H_kv * pairs)))
     first, group = number % (B - n + 1), number // (B - n + 1) % (H_kv - m + 1)
-    taken = Taken(layer, meaning, values, slice(first, first + n), slice(group, group + m), needs=needs)
+    taken = Taken(layer, values, slice(first, first + n), slice(group, group + m), needs=needs)
+    taken.tf32 = q.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    keep = None
 
     generator = generator_of(q.device)
     before = generator.get_state()
@@ -470,11 +474,18 @@ def take(
     if meaning.dropout:
         after = generator.get_state()
         try:
-            taken.keep = kept_weights(attend, taken, lambda: generator.set_state(before))
+            keep = kept_weights(attend, taken, lambda: generator.set_state(before))
         finally:
             generator.set_state(after)
-        if taken.keep is None:
+        if keep is None:
             taken.unseen = "dropout, whose mask does not come back with the generator's state"
+    start = taken.heads().start
+
+    def problem(part: slice) -> Problem:
+        heads = slice(start + part.start, start + part.stop)
+        return meaning.problem(values["q"], values["k"], taken.sequences, heads, keep)
+
+    taken.problem = problem
     return result, taken
 
 

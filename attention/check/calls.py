@@ -1,4 +1,5 @@
-"""The judge's reference problem for a call of an Attention, made from its Score, Layout and tensors by definition."""
+"""A call's results, and the judge's reference problem for a call of an Attention, made from its Score, Layout and
+tensors by definition."""
 
 from __future__ import annotations
 
@@ -17,6 +18,27 @@ from .formula import Change, Problem
 
 # The features of scores and layouts that the formula knows.
 KNOWN_FEATURES = frozenset({"full", "window", "soft_cap", "alibi", "sinks", "documents", "offsets", "formula"})
+
+
+def results_of(
+    call: Callable[[], tuple[Tensor, Tensor | None]], leaves: dict[str, Tensor], do: Tensor
+) -> dict[str, Tensor | None]:
+    """out, the log-sum-exp where there is one, and gradients, detached; None for one that autograd does not give.
+
+    call    gives out and the log-sum-exp
+    leaves  the tensors that need a gradient, by the names of these; without any, gradients are off
+    do      the gradient of out
+    """
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    with torch.set_grad_enabled(bool(leaves)):
+        out, lse = call()
+    results = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
+    if not leaves:
+        return results
+    with torch.autocast(out.device.type, enabled=False):  # training's backward pass is outside it too
+        found = torch.autograd.grad(out, list(leaves.values()), do.to(out.dtype), allow_unused=True)
+    return results | dict(zip(leaves, found, strict=True))
 
 
 def problem_of(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .calls import results_of
 from .cases import Case, Inputs, draw
 from .program import calling
 from .results import Refused, judged, results, short
@@ -28,12 +29,11 @@ def graph(session: Session) -> Line:
     if session.device.type != "cuda":
         return Line(SECTION, name, "skip", NEEDED)
     inputs, other = draw(case, session.device), draw(replace(case, seed=case.seed + 1), session.device)
-    leaves = [x.detach().clone().requires_grad_(session.gradients) for x in (inputs.q, inputs.k, inputs.v)]
+    leaves = {f"d{name}": getattr(inputs, name).detach().clone() for name in "qkv"}
     call = subject.prepared(case, inputs)
 
-    def both() -> list[Tensor]:
-        out = call(*leaves)[0]
-        return [out, *(torch.autograd.grad(out, leaves, inputs.do) if session.gradients else ())]
+    def both() -> dict[str, Tensor | None]:
+        return results_of(lambda: call(*leaves.values()), leaves if session.gradients else {}, inputs.do)
 
     try:
         expected = results(subject, case, other.changed(do=inputs.do), session.gradients)
@@ -47,7 +47,7 @@ def graph(session: Session) -> Line:
         with torch.cuda.graph(captured):
             made = both()
         with torch.no_grad():
-            for leaf, x in zip(leaves, (other.q, other.k, other.v), strict=True):
+            for leaf, x in zip(leaves.values(), (other.q, other.k, other.v), strict=True):
                 leaf.copy_(x)
         captured.replay()
         torch.cuda.synchronize(session.device)
@@ -56,8 +56,7 @@ def graph(session: Session) -> Line:
         lines = calling(subject, case, session.device)
         lines += ["attend(q, k, v)", "with torch.cuda.graph(torch.cuda.CUDAGraph()):", "    attend(q, k, v)"]
         return failed(SECTION, name, what, case, "\n".join(lines))
-    got: dict[str, Tensor | None] = {key: x.detach() for key, x in zip(("out", "dq", "dk", "dv"), made, strict=False)}
-    return compared(session, name, case, other.changed(do=inputs.do), expected, [got])
+    return compared(session, name, case, other.changed(do=inputs.do), expected, [made])
 
 
 def streams(session: Session) -> Line:

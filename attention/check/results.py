@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AttentionError
+from .calls import results_of
 from .cases import Case, Inputs, draw, problem
 from .formula import smallest
 from .judge import Errors, Verdict, distance, judge
@@ -42,17 +43,10 @@ def results(
 
     of  the tensors that need a gradient
     """
-    leaves = {name: x.detach().requires_grad_(gradients) for name in of if (x := getattr(inputs, name)) is not None}
-    values: dict[str, Tensor | None] = {}
+    leaves = {name: x.detach() for name in of if (x := getattr(inputs, name)) is not None}
+    needed = {f"d{name}": x for name, x in leaves.items()} if gradients else {}
     try:
-        with torch.set_grad_enabled(gradients):
-            out, lse = subject(case, inputs.changed(**leaves), lse=True)
-        values["out"] = out.detach()
-        if lse is not None:
-            values["lse"] = lse.detach()
-        if gradients:
-            given = torch.autograd.grad(out, list(leaves.values()), inputs.do.to(out.dtype), allow_unused=True)
-            values |= {f"d{name}": x for name, x in zip(leaves, given, strict=True)}
+        values = results_of(lambda: subject(case, inputs.changed(**leaves), lse=True), needed, inputs.do)
     except (Exception, SystemExit) as error:
         if str(error).startswith("CUDA error"):
             raise  # the GPU computes nothing after it

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from .calls import results_of
 from .cases import Case, draw
 from .memory import AllocationMeter
 from .program import calling
@@ -142,10 +143,9 @@ def compiled_call(
     backend: Any = "inductor" if generated else aot_autograd(fw_compiler=recording, bw_compiler=recording)
     torch._dynamo.reset()
     compiled: Any = torch.compile(session.subject.prepared(case, inputs), fullgraph=True, backend=backend)
-    leaves = [x.detach().requires_grad_(session.gradients) for x in (inputs.q, inputs.k, inputs.v)]
-    out = compiled(*leaves)[0]
-    gradients = torch.autograd.grad(out, leaves, inputs.do) if session.gradients else ()
-    return {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=False))
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    leaves = {"dq": q, "dk": k, "dv": v} if session.gradients else {}
+    return results_of(lambda: compiled(q, k, v), leaves, inputs.do)
 
 
 def compilation(session: Session) -> Line:

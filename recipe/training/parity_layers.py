@@ -1,4 +1,4 @@
-"""Each layer's attention alone, on the run's q, k and v, by the judge of `gpt-attention check`.
+"""Each layer's attention alone, on the run's q, k and v: calls of its own, which `watch` judges.
 
 The rest of a model rounds too, and hides small errors of an attention, such as a scale that is 0.1 % off in bf16. So
 every call of the model is repeated alone, and out, the log-sum-exp and all gradients are compared with fp64 row by row,
@@ -24,58 +24,16 @@ import torch
 from torch import Tensor
 
 from attention import Attention, AttentionError, AttentionOutput, DropoutKey, Layout, Score
-from attention.check.calls import problem_of
-from attention.check.judge import Verdict, judge
+from attention.check.calls import problem_of, results_of
+from attention.check.cases import DTYPES
+from attention.watch import Line, Taken
 from data.batches import Batch
 from model.gpt import GPT
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Pairs of a query and a key that are compared in each head, in fp64: more would take longer than training.
 PAIRS = {"cpu": 2**16, "cuda": 2**22}
 STEEP = 10.0  # standard deviation of scores in the steep calls
-TF32_EPS = 2**-10
-
-
-@dataclass
-class Worst:
-    """The largest share of the error that is allowed, and where: above 1 it is not rounding."""
-
-    share: float = 0.0
-    where: str = ""
-
-    def see(self, verdict: Verdict, where: str) -> None:
-        """Count a verdict; NaN counts as infinite."""
-        if not verdict.share <= self.share:
-            self.share = verdict.share
-            self.where = f"{where}: {verdict.name} of {verdict.place()}" if verdict.row else where
-
-
-@dataclass
-class Layers:
-    """The results of a check of all layers.
-
-    run     in the run's precision, `higher` in the one named by `precision`; None where nothing was compared
-    unseen  what could not be compared, with the reason
-    """
-
-    run: Worst | None = None
-    higher: Worst | None = None
-    precision: str | None = None
-    unseen: dict[str, str] = field(default_factory=dict)
-
-    def metrics(self) -> dict[str, Any]:
-        """As `parity/attention_*` in metrics.jsonl: no number where nothing was compared."""
-        metrics: dict[str, Any] = {}
-        if self.run is not None:
-            metrics["parity/attention_error"] = self.run.share
-        if self.higher is not None:
-            metrics["parity/attention_error_higher"] = self.higher.share
-            metrics["parity/attention_precision"] = self.precision
-        if seen := [worst for worst in (self.run, self.higher) if worst is not None]:
-            metrics["parity/attention_worst"] = max(seen, key=lambda worst: worst.share).where
-        if self.unseen:
-            metrics["parity/attention_unseen"] = "; ".join(f"{what} ({why})" for what, why in self.unseen.items())
-        return metrics
 
 
 def part(B: int, T: int, device: torch.device) -> tuple[int, int]:
@@ -85,19 +43,58 @@ def part(B: int, T: int, device: torch.device) -> tuple[int, int]:
     return max(1, min(B, pairs // T**2)), T
 
 
-def check_layers(model: GPT, batch: Batch, key: DropoutKey | None, dtype: torch.dtype) -> Layers:
+def check_layers(model: GPT, batch: Batch, key: DropoutKey | None, dtype: torch.dtype) -> dict[str, Any]:
     """Judge the attention of every layer of `model` on a micro-batch.
 
     model  not compiled, in the mode it trains in
     key    of the micro-batch's dropout
     dtype  of the run: half precisions use autocast, as in training
+
+    Returns `parity/attention_*` as docs/probe.md lists them: no number where nothing was compared.
     """
-    layers, half, made = Layers(), dtype in (torch.bfloat16, torch.float16), frozenset(model.made_tensors())
+    half, made = dtype in (torch.bfloat16, torch.float16), frozenset(model.made_tensors())
+    found = Found()
     for training in (True, False):
-        listener = cast(Attention, Listener(model.attend, training, layers, made))
+        listener = cast(Attention, Listener(model.attend, training, found, made))
         with mode(model, training), torch.no_grad(), torch.autocast(batch.inputs.device.type, dtype, enabled=half):
             model.hidden(batch.inputs, key if training else None, listener, batch.document_starts)
-    return layers
+    return found.metrics()
+
+
+@dataclass
+class Found:
+    """What `watch` says of the calls, and what was not compared, with the reason.
+
+    lines      of the run's precision, and of a higher one
+    precision  the name of the higher one
+    """
+
+    lines: dict[str, list[Line]] = field(default_factory=lambda: {"error": [], "error_higher": []})
+    precision: str = ""
+    unseen: dict[str, str] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, Any]:
+        """As `check_layers` returns them."""
+        metrics: dict[str, Any] = {}
+        worst: list[Line] = []
+        for name, lines in self.lines.items():
+            if judged := [line for line in lines if "watch/error" in line]:
+                worst.append(max(judged, key=share))
+                metrics[f"parity/attention_{name}"] = share(worst[-1])
+            self.unseen |= {x["watch/layer"]: x["watch/not_judged"] for x in lines if "watch/not_judged" in x}
+        if "parity/attention_error_higher" in metrics:
+            metrics["parity/attention_precision"] = self.precision
+        if worst:
+            first = max(worst, key=share)
+            metrics["parity/attention_worst"] = f"{first['watch/layer']}: {first['watch/worst']}"
+        if self.unseen:
+            metrics["parity/attention_unseen"] = "; ".join(f"{what} ({why})" for what, why in self.unseen.items())
+        return metrics
+
+
+def share(line: Line) -> float:
+    """The largest error as a share of the allowed one: above 1 it is not rounding."""
+    return line["watch/error"]
 
 
 @contextmanager
@@ -114,9 +111,9 @@ def mode(model: GPT, training: bool) -> Iterator[None]:
 class Listener:
     """Stands in for a model's attention: judges each call, then answers it."""
 
-    def __init__(self, attend: Attention, training: bool, layers: Layers, made: frozenset[str]) -> None:
+    def __init__(self, attend: Attention, training: bool, found: Found, made: frozenset[str]) -> None:
         """made: the names of tensors that layers make from their input, which have a gradient in training."""
-        self.attend, self.training, self.layers, self.made, self.layer = attend, training, layers, made, 0
+        self.attend, self.training, self.found, self.made, self.layer = attend, training, found, made, 0
         self.name, self.dropout = attend.name, attend.dropout
 
     def __call__(
@@ -138,32 +135,26 @@ class Listener:
 
     def judge(self, called: Called) -> None:
         """Measure the errors of one layer's attention in all the ways that the module's docstring lists."""
-        layers, mode = self.layers, "training" if self.training else "evaluation"
-        where = f"layer {self.layer}, {mode}, {NAMES[called.q.dtype]}"
+        found, where = self.found, f"layer {self.layer}, {'training' if self.training else 'evaluation'}"
         try:
-            of_run = self.verdicts(called)
+            found.lines["error"].append(self.line(called, where))
         except NotImplementedError as error:
-            layers.unseen[f"layer {self.layer}"] = str(error)
+            found.unseen[f"layer {self.layer}"] = str(error)
             return
-        layers.run = layers.run or Worst()
-        for verdict in of_run:
-            layers.run.see(verdict, where)
         higher = torch.float64 if called.q.dtype is torch.float32 else torch.float32
         try:
             precise = called.to(higher)
-            verdicts = [(verdict, "") for verdict in self.verdicts(precise)]
-            verdicts += [(verdict, ", steep scores") for verdict in self.verdicts(precise.steep())]
+            lines = [self.line(precise, where), self.line(precise.steep(), where, ", steep scores")]
         except (AttentionError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            layers.unseen[NAMES[higher]] = str(error)
+            found.unseen[NAMES[higher]] = str(error)
             return
-        layers.higher, layers.precision = layers.higher or Worst(), NAMES[higher]
-        for verdict, how in verdicts:
-            layers.higher.see(verdict, f"layer {self.layer}, {mode}, {NAMES[higher]}{how}")
+        found.precision = NAMES[higher]
+        found.lines["error_higher"] += lines
 
-    def verdicts(self, called: Called) -> list[Verdict]:
-        """The judgement of a call, with gradients in training."""
+    def line(self, called: Called, where: str, how: str = "") -> Line:
+        """What `watch` says of a call, with gradients in training."""
         q, k, v = called.q.detach(), called.k.detach(), called.v.detach()
         tensors: dict[str, Any] = {
             name: x.detach() if isinstance(x, Tensor) else x for name, x in called.tensors.items()
@@ -176,24 +167,21 @@ class Listener:
             if name in self.made or (isinstance(x, Tensor) and x.requires_grad)
         }
         problem = problem_of(q, k, **called.options, dropout=self.dropout, tensors=tensors)
-        got: dict[str, Tensor | None] = {}
-        do = called.gradient_of_out(self.layer)
-        with torch.set_grad_enabled(self.training):
-            for leaf in leaves.values():
-                leaf.requires_grad_(self.training)
+
+        def call() -> AttentionOutput:
             try:
-                out, lse = self.attend(q, k, v, **called.options, **tensors, return_lse=True)
-                got["lse"] = lse
+                return self.attend(q, k, v, **called.options, **tensors, return_lse=True)
             except AttentionError:
-                self.layers.unseen["the log-sum-exp"] = "it is not returned"
-                out = self.attend(q, k, v, **called.options, **tensors).out
-            got["out"] = out.detach()
-            if self.training:
-                with torch.autocast(q.device.type, enabled=False):  # training's backward pass is outside it too
-                    gradients = torch.autograd.grad(out, list(leaves.values()), do, allow_unused=True)
-                got |= dict(zip(leaves, gradients, strict=True))
-        tf32 = q.dtype is torch.float32 and self.attend.config.allow_tf32
-        return judge(q.detach(), k.detach(), v.detach(), do, problem, got, TF32_EPS if tf32 else None)
+                self.found.unseen["the log-sum-exp"] = "it is not returned"
+                return self.attend(q, k, v, **called.options, **tensors)
+
+        do = called.gradient_of_out(self.layer)
+        results = results_of(call, leaves if self.training else {}, do)
+        missing = {name: torch.full_like(leaves[name], math.nan) for name, x in results.items() if x is None}
+        values = {"q": q.detach(), "k": k.detach(), "v": v.detach(), "do": do} | results | missing
+        taken = Taken(f"{where}, {NAMES[q.dtype]}{how}", values, slice(0, len(q)), slice(0, k.shape[1]), problem)
+        taken.needs, taken.tf32 = [name for name in results if name != "out"], self.attend.config.allow_tf32
+        return taken.line(step=0)
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class ParityProbe:
             try:
                 with memory_returned(batch.inputs.device):
                     checked = check_layers(model, batch.beginning(B, T), key, self.shape.dtype)
-                return checked.metrics() | {"parity/attention_tokens": [B, T]}
+                return checked | {"parity/attention_tokens": [B, T]}
             except torch.OutOfMemoryError:
                 if B * T == 1:
                     raise

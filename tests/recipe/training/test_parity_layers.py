@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from recipe.compare.sweeps import Cell
 from recipe.compare.verdict import Verdict
 from recipe.training import parity_layers as layers
 from recipe.training.parity import summarise, wrong_alone
-from recipe.training.parity_layers import Layers, check_layers, part
+from recipe.training.parity_layers import check_layers, part
 from tests.attention.faults import batches, probed, registered
 from tests.recipe.compare.synthetic import write_run
 from tests.right_attention import RIGHT
@@ -77,7 +78,9 @@ def test_correct_attention_is_not_accused(name: str, dtype: str):
     assert found["warned"] is None, found
 
 
-def scored(name: str, dtype: torch.dtype, score: ScoreConfig, dropout: float = 0.1, documents: bool = False) -> Layers:
+def scored(
+    name: str, dtype: torch.dtype, score: ScoreConfig, dropout: float = 0.1, documents: bool = False
+) -> dict[str, Any]:
     """The check of all layers of a small model with this score."""
     torch.manual_seed(3)
     attend = build_attention(AttentionConfig(name, dropout=dropout))
@@ -104,11 +107,9 @@ BY_FORMULA = {
 @pytest.mark.parametrize("name", BY_FORMULA)
 def test_attention_by_formula_is_judged_and_not_accused(name: str, dtype: torch.dtype):
     found = scored("tiled", dtype, BY_FORMULA[name], documents=name == "bias")
-    assert found.run is not None
-    assert 0 < found.run.share < 1, found
-    assert found.higher is not None
-    assert 0 < found.higher.share < 1, found
-    assert not found.unseen
+    assert 0 < found["parity/attention_error"] < 1, found
+    assert 0 < found["parity/attention_error_higher"] < 1, found
+    assert "parity/attention_unseen" not in found
 
 
 class Changes(NaiveAttention):
@@ -138,16 +139,15 @@ def test_a_wrong_tensor_or_gradient_of_a_formula_is_caught(score, fault, result,
     monkeypatch.setitem(attention.IMPLEMENTATIONS, "changes", Changes)
     monkeypatch.setattr(Changes, "fault", fault)
     found = scored("changes", torch.bfloat16, BY_FORMULA[score])
-    assert found.higher is not None
-    assert found.higher.share > 10, found
-    assert f": {result} of " in found.higher.where or result == "out"
+    assert found["parity/attention_error_higher"] > 10, found
+    assert f": {result} of " in found["parity/attention_worst"] or result == "out"
 
 
 def test_no_number_is_written_where_nothing_was_compared():
     found = scored("naive", torch.float32, ScoreConfig(formula="where(s < 0, s, 2 * s)"))
     sentence = "layer 0 (its formula compares s, and rounding decides on which side a score falls)"
-    assert found.metrics() == {"parity/attention_unseen": sentence}
-    assert wrong_alone(found.metrics()) is None
+    assert found == {"parity/attention_unseen": sentence}
+    assert wrong_alone(found) is None
 
 
 def test_attention_is_judged_with_the_scale_of_the_model():
@@ -158,10 +158,8 @@ def test_attention_is_judged_with_the_scale_of_the_model():
     )
     tokens = torch.randint(65, (2, 17))
     found = check_layers(model, Batch(tokens[:, :-1], tokens[:, 1:]), None, torch.float32)
-    assert found.run is not None
-    assert 0 < found.run.share < 1, found
-    assert found.higher is not None
-    assert found.higher.share < 1, found
+    assert 0 < found["parity/attention_error"] < 1, found
+    assert found["parity/attention_error_higher"] < 1, found
 
 
 class TakesBf16Alone(NaiveAttention):
@@ -177,12 +175,10 @@ class TakesBf16Alone(NaiveAttention):
 
 def test_precisions_in_which_layers_were_not_compared_are_recorded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(attention.IMPLEMENTATIONS, "takes_bf16_alone", TakesBf16Alone)
-    found = probed(Fault(AttentionConfig("takes_bf16_alone")), "bf16", count=1)
-    assert found["warned"] is None
-    assert found["layers_higher"] == 0.0
-    unseen = Layers(unseen={"fp32": "only bf16 is supported"}).metrics()
-    assert unseen["parity/attention_unseen"] == "fp32 (only bf16 is supported)"
-    assert "parity/attention_error_higher" not in unseen
+    found = scored("takes_bf16_alone", torch.bfloat16, ScoreConfig(), dropout=0.0)
+    assert wrong_alone(found) is None
+    assert found["parity/attention_unseen"] == "fp32 (only bf16 is supported)"
+    assert "parity/attention_error_higher" not in found
 
 
 def test_long_sequences_are_compared_in_part():
