@@ -249,16 +249,15 @@ class Taken:
         do = part["do"].to(dtype) if len(names) > 1 else torch.zeros_like(part["out"], dtype=dtype)
         eps = TF32_EPS if self.tf32 and dtype is torch.float32 else None
         assert self.problem is not None
-        found = judge(q, k, v, do, self.problem, {name: part[name] for name in names}, eps)
-        return [replace(verdict, row=self.row(verdict)) for verdict in found]
 
-    def row(self, verdict: Verdict) -> tuple[int, ...]:
-        """The sequence, head and token of a verdict's row in the call."""
-        if verdict.name not in (*OF_QUERIES, *OF_KEYS):  # of heads or of a formula's tensor
-            return verdict.row
-        sequence, head, *token = verdict.row
-        first = self.groups.start if verdict.name in OF_KEYS else self.heads().start
-        return sequence + self.sequences.start, head + first, *token
+        def placed(verdict: Verdict) -> Verdict:
+            """The same with the sequence and head of its row in the call."""
+            if verdict.name not in of:
+                return verdict
+            sequence, head, *token = verdict.row
+            return replace(verdict, row=(sequence + self.sequences.start, head + of[verdict.name].start, *token))
+
+        return [*map(placed, judge(q, k, v, do, self.problem, {name: part[name] for name in names}, eps))]
 
 
 def attentions(broken: Collection[str]) -> list[str]:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import DropoutKey, Layout, Score, keep_mask
+from ..dropout import DropoutKey, keep_mask
 from ..formula.parse import parse
 from ..formula.plan import has_steps
+from ..layout import Layout
+from ..score import Score
 from .formula import Change, Problem
 
 # The features of scores and layouts that the formula knows.

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layout import Layout
+from ..score import Score
+from .calls import problem_of
 from .formula import Problem
 
 # Memory layouts of q, k, v and the gradient of out: expressions in x, which programs that show a failure contain too.
@@ -179,25 +182,12 @@ def draw(case: Case, device: torch.device | str = "cpu") -> Inputs:
 
 def problem(case: Case, inputs: Inputs, keep: Tensor | None = None) -> Problem:
     """The reference problem of a case; `keep` as in Problem, where the case drops weights."""
-    device = inputs.q.device
-    i = torch.arange(case.T, device=device)[:, None] + case.first_position()
-    j = torch.arange(case.S, device=device)
-    seen = torch.ones(case.T, case.S, dtype=torch.bool, device=device)
-    if case.causal:
-        seen &= j <= i
-    if case.window is not None:
-        seen &= i - j < case.window
-    if inputs.starts is not None:
-        seen = seen & (inputs.starts[:, None, :] == inputs.starts[:, :, None])
-    seen = seen.view(-1, 1, case.T, case.S)
-    shift = None if inputs.slopes is None else -inputs.slopes.double()[:, None, None] * (i - j)
-    return Problem(
-        scale=case.actual_scale(),
-        seen=seen,
-        soft_cap=case.soft_cap,
-        shift=shift,
-        bias=inputs.bias,
-        sinks=inputs.sinks,
-        keep=keep,
-        keep_scale=1 / (1 - case.dropout),
+    made = problem_of(
+        inputs.q,
+        inputs.k,
+        score=Score(case.causal, case.window, case.soft_cap, case.alibi, case.sinks),
+        layout=Layout(case.first_position(), document_starts=inputs.starts),
+        scale=case.scale,
+        tensors={"slopes": inputs.slopes, "sinks": inputs.sinks},
     )
+    return replace(made(slice(0, case.H)), bias=inputs.bias, keep=keep, keep_scale=1 / (1 - case.dropout))

@@ -30,10 +30,6 @@ from .workers import Ended, Here, Job, Workers
 LENGTHS_S = 15.0  # the most seconds to find which lengths it takes
 TIME = {"cpu": 300.0, "cuda": 60.0}  # the most seconds that a check takes, by the device
 MOST_WORKERS = 12
-GONE = {
-    "--recommend": "`python -m bench.attention` times implementations",
-    "--html": "--json writes the result",
-}
 
 
 def check(
@@ -152,10 +148,6 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    for option in arguments:
-        if instead := GONE.get(option.partition("=")[0]):
-            print(f"error: {option.partition('=')[0]} is gone; {instead}.", file=sys.stderr)
-            return 2
     asked = argument_parser().parse_args(arguments)
     try:
         for dtype in asked.dtypes.split(","):
