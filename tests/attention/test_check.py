@@ -29,8 +29,8 @@ from attention import (
 )
 from attention.check import accuracy, behaviour, parts, system, workers
 from attention.check.accuracy import smallest_failure
-from attention.check.behaviour import CHECKS, not_finite
-from attention.check.cases import Case, draw
+from attention.check.behaviour import CHECKS, not_finite, same
+from attention.check.cases import MEMORY, TRENDS, Case, draw
 from attention.check.cli import check, main
 from attention.check.dropout import dropout
 from attention.check.grid import groups
@@ -350,6 +350,11 @@ def test_dropout_is_judged_by_the_mask_that_the_output_shows(name: str, lines: s
     assert {found.name for found in dropout(session) if found.status == "FAIL"} == lines
 
 
+def test_every_layout_and_trend_is_tried():
+    every = [case for cases in ALL.values() for case in cases]
+    assert ({case.memory for case in every}, {case.trend for case in every}) == (set(MEMORY), set(TRENDS))
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """With less to do: few cases in one precision."""
@@ -637,6 +642,12 @@ def test_checks_that_are_allowed_to_fail_are_not_counted_as_passed():
     report = Report("mine", "plain", (), "", ("fp32",), {}, lines, [], 1.0, 0, frozenset({"NaN and infinity"}))
     assert report.headline() == "mine is correct in 25 of 26 checks, 1 allowed, 176 calls."
     assert "  ok      line 3                    ; 7 calls" in text(report)
+
+
+def test_bits_are_equal_only_where_infinity_and_the_sign_of_zero_are():
+    some = torch.tensor([torch.nan, torch.inf, -0.0])
+    others = (some.clone(), some.abs(), some.nan_to_num(nan=torch.nan))
+    assert [same(some, x) for x in others] == [True, False, False]
 
 
 def test_repetitions_for_which_no_time_is_left_are_not_claimed(monkeypatch: pytest.MonkeyPatch):

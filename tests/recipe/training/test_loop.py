@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -115,6 +116,15 @@ def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step(
     places = ((0, 0), (0, 1), (1, 0), (0, 0))
     keys = (trainer.dropout_key_for(*place) for place in places)
     assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
+
+
+def test_the_probe_compares_with_the_masks_of_the_step() -> None:
+    trainer, probe = build(model=replace(MODEL, dropout=0.3)), Mock()
+    (batch,) = micro_batches(trainer, 1)
+    loop.compare(probe, trainer, 1, batch)
+    model, _, key, _ = probe.measure.call_args.args
+    expected = model(batch.inputs, batch.targets, dropout_key=key).item()
+    assert losses(trainer, range(1, 2)) == pytest.approx([expected], abs=1e-6)
 
 
 def test_accumulated_micro_batches_are_one_batch_with_the_same_masks() -> None:
