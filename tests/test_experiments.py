@@ -35,6 +35,11 @@ def test_every_command_in_a_file_composes(file: Path) -> None:
         compose.to_config(compose.composed(compose.jobs(command)[-1]))
 
 
+def test_tiles_of_the_block_size_experiment_are_square() -> None:
+    configs = [compose.to_config(compose.composed(job)) for job in compose.jobs(["experiment=block_size"])]
+    assert [(c.attention.block_q, c.attention.block_k) for c in configs] == [(b, b) for b in (16, 32, 64, 128)]
+
+
 def test_a_length_changes_the_batch_and_not_the_tokens_of_a_step() -> None:
     for name in ("crossover", "context_length"):
         tokens = set()

@@ -88,6 +88,7 @@ def test_more_seeds_are_a_look_and_the_same_seeds_are_none() -> None:
     [
         ({"seeds": 2}, r"arena\.seeds=2 is fewer than the 3"),
         ({"rules": Rules(margin=0.01)}, r"its margin is 0\.005 instead of 0\.01"),
+        ({"rules": Rules(looks=1)}, "its looks is 2 instead of 1"),
         ({"lr": [1.0]}, "its lr is"),
     ],
 )
