@@ -192,6 +192,11 @@ def fill(model: GPT, name: str, parts: list[tuple[str, Tensors]], family: Family
             )
         rows.copy_(tensor)
         row += len(tensor)
+    if row != len(used):
+        raise WeightsError(
+            f"{' and '.join(part for part, _ in parts)} of init_from={source} have {row} rows where its config.json "
+            f"promises {len(used)}."
+        )
 
 
 def zero_bias(family: Family, name: str) -> bool:

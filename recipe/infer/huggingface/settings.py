@@ -68,6 +68,7 @@ def read_settings(content: dict[str, Any], source: str) -> Settings:
     values: dict[str, Any] = {option: content.get(key, family.defaults.get(key)) for option, key in family.keys.items()}
     for option in ("n_layers", "n_heads", "n_embd", "vocab_size", *(["mlp_width"] if kind != "gpt2" else [])):
         values[option] = number(content, family.keys[option], values[option], source)
+    values["norm_eps"] = positive(content, family.keys["norm_eps"], values["norm_eps"], source)
     key = "n_positions" if kind == "gpt2" else "max_position_embeddings"
     longest = number(content, key, family.defaults.get(key), source)
     values["tied"] = bool(values.get("tied", GPTConfig.tied))
@@ -86,6 +87,14 @@ def number(content: dict[str, Any], key: str, default: Any, source: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise WeightsError(f"init_from={source} has {key}={value} in config.json, where a whole number has to be.")
     return value
+
+
+def positive(content: dict[str, Any], key: str, default: Any, source: str) -> float:
+    """A number above 0 of config.json. Raises WeightsError."""
+    value = content.get(key, default)
+    if not isinstance(value, int | float) or value <= 0:
+        raise WeightsError(f"init_from={source} has {key}={value} in config.json, where a number above 0 has to be.")
+    return float(value)
 
 
 def biases(family: Family, content: dict[str, Any], source: str) -> dict[str, Any]:
@@ -117,8 +126,8 @@ def rotary(content: dict[str, Any], longest: int, source: str) -> dict[str, Any]
     if keys and "factor" not in scaling:
         raise WeightsError(f"init_from={source} has rope_type={kind} without a factor; write it into config.json.")
     return {
-        "rope_base": float(rope.get("rope_theta", content.get("rope_theta", 10_000.0))),
-        "rope_fraction": float(rope.get("partial_rotary_factor", content.get("partial_rotary_factor", 1.0))),
+        "rope_base": positive(content | rope, "rope_theta", 10_000.0, source),
+        "rope_fraction": positive(content | rope, "partial_rotary_factor", 1.0, source),
         "rope_scaling": RopeScaling(kinds[kind], **scaling),
     }
 

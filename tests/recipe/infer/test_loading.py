@@ -138,12 +138,25 @@ def test_a_token_without_a_row_is_named_with_its_number(folder, tmp_path, words,
         ({"model_type": "llama", "quantization_config": {"bits": 4}}, "has a quantization_config"),
         (LLAMA | {"mlp_bias": True}, "mlp_bias=true and attention_bias=false"),
         (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "has rope_type=dynamic"),
+        (LLAMA | {"rms_norm_eps": None}, "has rms_norm_eps=None in config.json, where a number above 0 has to be"),
+        (LLAMA | {"rms_norm_eps": "1e-5"}, "has rms_norm_eps=1e-5 in config.json"),
+        (LLAMA | {"rope_theta": None}, "has rope_theta=None in config.json"),
         (LLAMA | {"num_attention_heads": 3}, r"describes no model: model.n_embd=64 is not a multiple"),
     ],
 )
 def test_a_folder_whose_model_no_block_here_computes_is_refused_by_name(content, named):
     with pytest.raises(WeightsError, match=named):
         read_settings(content, "some-folder")
+
+
+def test_queries_keys_and_values_of_fewer_rows_than_promised_are_refused(tmp_path):
+    shape = transformers.LlamaConfig(**LLAMA, num_key_value_heads=2)
+    transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_key_value_heads": 4}))
+    config = start_from(str(tmp_path)).config().model
+    with pytest.raises(WeightsError, match=r"q_proj.* and .*v_proj.* have 128 rows where its config.json promises 192"):
+        load_gpt2(build(config, LLAMA["vocab_size"], LLAMA["max_position_embeddings"]), str(tmp_path))
 
 
 def test_a_file_a_run_and_a_folder_that_is_not_there_are_named(folder, tmp_path):
