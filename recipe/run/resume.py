@@ -70,17 +70,23 @@ def check_attention_file(run: Path, checkpoint: Path, name: Any, is_new: bool) -
 
     is_new  whether the command line names it
     """
-    metadata = read_manifest(checkpoint).metadata
-    if not (isinstance(name, str) and is_in_file(name)) or (is_new and name != metadata["config"]["attention"]["name"]):
+    if not isinstance(name, str) or not is_in_file(name):
         return
-    file = file_of(name)
-    if run.resolve() in file.resolve().parents:
-        raise ConfigError(f"attention={name} lies in {run}, and nothing in a run folder is run; copy it elsewhere.")
+    check_outside(run, name)
+    file, metadata = file_of(name), read_manifest(checkpoint).metadata
+    if is_new and name != metadata["config"]["attention"]["name"]:
+        return
     if file.is_file() and digest_of(file) != metadata.get("attention_file"):
         raise ConfigError(
             f"{file} is not the attention of {checkpoint}; put {run / file.name} back there, or give the new one "
             f"another name and choose it with attention=<file>.py:{name.rpartition(':')[2]}."
         )
+
+
+def check_outside(run: Path, name: str) -> None:
+    """Raise ConfigError for an attention in a file of the run folder, which gets a copy there."""
+    if run.resolve() in file_of(name).resolve().parents:
+        raise ConfigError(f"attention={name} lies in {run}, and nothing in a run folder is run; copy it elsewhere.")
 
 
 def earlier_defaults(run: Path, overrides: list[str]) -> list[str]:
@@ -149,6 +155,8 @@ def check_folder(folder: Path, config: Config) -> None:
     check_writable(folder, "hydra.run.dir")
     check_not_running(folder)
     check_unused(folder, config)
+    if is_in_file(config.attention.name):
+        check_outside(folder, config.attention.name)
     if config.resume is not None and has_checkpoints(folder):
         path = newest_intact(folder / "checkpoints")
         check_resumable(read_manifest(path).metadata["config"], config, path)

@@ -117,6 +117,9 @@ def test_the_copy_in_a_run_folder_is_not_imported(folder: Path, capsys: pytest.C
     for file in ("config.yaml", "overrides.yaml"):  # as a stranger might have written them
         path = Path("run/.hydra", file)
         path.write_text(path.read_text().replace("lib/mine.py", "run/mine.py"))
-    shutil.rmtree("lib")
-    assert train("resume=run", "training.steps=3") == 1
-    assert "nothing in a run folder is run" in capsys.readouterr().err
+    shutil.move("lib/helper.py", "helper.py")
+    for again in (["resume=run"], ["resume=run", "attention=run/mine.py:attend"]):
+        assert train(*again, "training.steps=3") == 1
+        assert "run/mine.py:attend lies in run, and nothing in a run folder is run" in capsys.readouterr().err
+    assert train(*SMALL, "attention=lib/mine.py:attend", "hydra.run.dir=lib") == 1
+    assert "lib/mine.py:attend lies in lib, and nothing in a run folder is run" in capsys.readouterr().err
