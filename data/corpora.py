@@ -158,15 +158,14 @@ class FileCorpus(Corpus):
         if len(self.files) == 1:
             return sentences
         val_files, fraction = [file for file in self.files if self.splits[file] == "val"], self.config.val_fraction
-        share = sum(self.files[file] for file in val_files) / self.size
+        share, names = sum(map(self.files.__getitem__, val_files)) / self.size, first_few([*map(self._name, val_files)])
         # With max_tokens both splits are cut to their shares.
         if self._named or self.config.max_tokens is not None or fraction / 2 <= share <= 1.25 * fraction:
-            names = first_few([self._name(file) for file in val_files])
             if self.config.name == "text":
                 sentences.append(f"held out for validation: {names}.")
         else:
             sentences.append(
-                f"held out for validation: {len(val_files)} of {len(self.files)} files, {share:.0%} of the text "
+                f"held out for validation: {names} of {len(self.files)} files, {share:.0%} of the text "
                 f"instead of the {fraction:.0%} of data.val_fraction, because only whole files are held out; "
                 "a single file is cut exactly."
             )

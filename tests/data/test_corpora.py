@@ -262,7 +262,7 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     [
         (
             [360, 340, 300],
-            [r"held out for validation: 1 of 3 files, 3\d% of the text instead of the 10% of data\.val_"],
+            [r"held out for validation: \d\.txt of 3 files, 3\d% of the text instead of the 10% of data\.val_"],
         ),
         ([100] * 20, [r"held out for validation: \d+\.txt, \d+\.txt\."]),
         ([1000], []),
