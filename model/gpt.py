@@ -108,7 +108,9 @@ class GPT(nn.Module):
         self.options = score or ScoreConfig()
         self.scores = attention_scores(self.options, config)
         self.attend = attend
-        self.check_attention(documents)
+        device, heads = torch.device(self.computation.device), (config.head_size, config.n_heads, config.kv_heads)
+        self.shape = AttentionShape(*heads, self.computation.dtype, device, self.scores, documents)
+        self.check_attention()
 
         # In the order of the random numbers that draw their weights.
         rows = -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -132,13 +134,11 @@ class GPT(nn.Module):
         self.further = self.second_head() if config.mtp else None
         self.apply(self.initialise)
 
-    def check_attention(self, documents: bool) -> None:
+    def check_attention(self) -> None:
         """Raise UnsupportedAttention or ModelError for what the model's attention does not support."""
-        config, attend = self.config, self.attend
-        device, dtype = torch.device(self.computation.device), self.computation.dtype
-        heads = config.head_size, config.n_heads, config.kv_heads
-        attend.check(AttentionShape(*heads, dtype, device, self.scores, documents))
-        check_mixers(config, device)
+        attend = self.attend
+        attend.check(self.shape)
+        check_mixers(self.config, self.shape.device)
         if self.computation.recompute is Recompute.around_attention and not attend.operators:
             raise ModelError(
                 "training.recompute=around_attention keeps what the attention's operators give, and "

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from data.batches import eval_batches
+from recipe.distributed.world import World
 from recipe.run import compose
 from recipe.run.config import ConfigError
 from recipe.run.launch import prepare
@@ -45,7 +46,7 @@ def test_a_length_changes_the_batch_and_not_the_tokens_of_a_step() -> None:
         tokens = set()
         for job in compose.jobs([f"experiment={name}"]):
             config = compose.to_config(compose.composed(job))
-            tokens.add(config.training.batch_size * config.seq_len * config.training.micro_steps(config.seq_len, 1))
+            tokens.add(config.seq_len * config.training.share(config.seq_len, World()).sequences)
         assert len(tokens) == 1
 
 

@@ -36,15 +36,17 @@ from recipe.distributed.world import World
 from recipe.errors import UserError, refusals
 from recipe.infer.huggingface.export import Origin, export
 from recipe.infer.trained import ModelChoice, load_trained
-from recipe.run.build import build_trainer, check_step_size
+from recipe.run.build import build_trainer
 from recipe.run.config import Config, ConfigError, as_plain
 from recipe.run.metrics import read_metrics
 from recipe.run.mistakes import mistakes
 from recipe.run.tracker import TrackingConfig, TrackingMode
+from recipe.training.checkpoint import CheckpointError
 from recipe.training.device import OutOfMemory, Precision
 from recipe.training.optimizer import ScheduleConfig
 from recipe.training.options import CPUConfig, TrainingConfig
 from recipe.training.parity_probe import ParityConfig
+from recipe.training.restoring import check_step_size
 from recipe.training.step import NonFiniteError, Trainer
 from tests.wrong_attention import CLASSES, WRONG
 
@@ -435,6 +437,6 @@ def test_a_step_that_changed_with_the_ranks_alone_is_refused_with_sizes_that_fit
     world = World(size=ranks)
     trainer = build_trainer(Config(training=training), gpt, torch.device("cpu"), world)
     trained = {"tokens_per_step": 256, "config": {"training": {"batch_size": batch_size}}}
-    with pytest.raises(ConfigError, match=re.escape(offered)):
+    with pytest.raises(CheckpointError, match=re.escape(offered)):
         check_step_size(trainer, trained, Path("step-00000002"))
     check_step_size(trainer, trained | {"tokens_per_step": batch_size * ranks * 32}, Path("same"))

@@ -7,10 +7,10 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -202,6 +202,18 @@ def highest(values: Sequence[float], timeout_s: float = PATIENCE_S) -> list[floa
     numbers = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(numbers, dist.ReduceOp.MAX, async_op=True).wait(timedelta(seconds=timeout_s))
     return numbers.tolist()
+
+
+def check_agreed(options: Mapping[str, Any]) -> None:
+    """Raise RankError, on every rank, where one of them has other options than the first. The device may differ."""
+    first, *others = from_every_rank(options)
+    for number, other in enumerate(others, start=1):
+        for name, ours in first.items():
+            if name != "device" and other[name] != ours:
+                raise RankError(
+                    f"Rank {number} has another {name} than rank 0 ({other[name]} instead of {ours}); start every rank "
+                    "with the same overrides."
+                )
 
 
 def from_every_rank(value: T) -> list[T]:

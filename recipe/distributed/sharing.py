@@ -35,11 +35,6 @@ from recipe.distributed.shared_update import SharedAdamW, SharedSum, SharedTree
 from recipe.distributed.world import World
 
 
-def shards_weights(config: ParallelConfig, world: World) -> bool:
-    """Whether each rank keeps only a part of the weights."""
-    return config.data is DataParallel.shard and world.size > 1
-
-
 class Sharing:
     """A model on its device, in the form in which the ranks share it, and this rank's part of a step.
 
@@ -54,7 +49,7 @@ class Sharing:
     ) -> None:
         """Move `model` to `device`, or the shards of it that this rank keeps; `dtype` is autocast's."""
         self.world, self.config, self.device, self.dtype = world, config, device, dtype
-        self.sharded = shards_weights(config, world)
+        self.sharded = config.data is DataParallel.shard and world.size > 1
         self.blueprint = without_values(model) if self.sharded else None
         self.model = sharded(model, device, dtype, config) if self.sharded else model.to(device)
         self.context = self._share_sequences() if world.context > 1 else None

@@ -149,12 +149,12 @@ def load_any(run: Path, choice: ModelChoice, seq_len: int | None = None, documen
         training=replace(config.training, recompute=Recompute.none),  # it is for training alone
     )
     if start is None:
-        model = build_gpt(used, vocab_size, on)
+        model = build_gpt(used, vocab_size, on, dtype)
         checkpoint = load_weights(model, run, choice)
     else:
         refuse_choices(choice, run)
         with torch.device("meta"):
-            model = build_gpt(used, vocab_size, on)
+            model = build_gpt(used, vocab_size, on, dtype)
         model.materialise(on)
         load(model, str(run))
         checkpoint = run

@@ -14,18 +14,22 @@ from data.untrusted import UntrustedError
 from model.counting import num_parameters
 from model.score import ScoreConfig, describe_score
 from recipe.distributed.world import World
-from recipe.run.build import attention_shape
 from recipe.run.config import Config
 from recipe.run.meters import describe_peak, device_name, product_precision
 from recipe.run.run_folder import read_summary
+from recipe.training.checkpoint import Manifest
 from recipe.training.device import Precision
 from recipe.training.loop import Run
+from recipe.training.options import TrainingConfig
 from recipe.training.step import Trainer
 
 
-def describe_run(config: Config, trainer: Trainer) -> Iterator[str]:
-    """A line of the run's parts, its device, and what `auto` chose; one for each formula, and one where it compiles."""
-    yield "  ".join([*_parts(config, trainer), *_of_ranks(config, trainer.world), *_of_gpu(trainer)])
+def describe_run(config: Config, trainer: Trainer, path: str | None) -> Iterator[str]:
+    """A line of the run's parts, its device, and what `auto` chose; one for each formula, and one where it compiles.
+
+    path  the kernels of its attention
+    """
+    yield "  ".join([*_parts(config, trainer, path), *_of_ranks(config, trainer.world), *_of_gpu(trainer)])
     for score in dict.fromkeys(trainer.model.scores):
         if score.formula is not None:
             yield describe_formula(str(score.formula), score.causal, score.window, score.sinks)
@@ -33,9 +37,8 @@ def describe_run(config: Config, trainer: Trainer) -> Iterator[str]:
         yield "compiling: the first steps and the first evaluation wait for it, some minutes"
 
 
-def _parts(config: Config, trainer: Trainer) -> Iterator[str]:
+def _parts(config: Config, trainer: Trainer, path: str | None) -> Iterator[str]:
     device, precision = trainer.device, trainer.training.precision
-    path = trainer.model.attend.path(attention_shape(config, device), config.seq_len)
     yield f"attention={config.attention.name}" + (f" ({path} kernels)" if path else "")
     if config.score != ScoreConfig():
         yield f"score={describe_score(config.score)}"
@@ -65,13 +68,13 @@ def _of_gpu(trainer: Trainer) -> Iterator[str]:
         yield f"MFU of {describe_peak(device_name(trainer.device), products)}"
 
 
-def describe_complete(config: Config, folder: Path, start: int) -> str | None:
-    """That the run in a folder, which has made `start` updates, has nothing left to do; None where it has."""
+def describe_complete(asked: TrainingConfig, folder: Path, checkpoint: Manifest | None) -> str | None:
+    """That the run in a folder, of which this is the newest checkpoint, has nothing left to do; None where it has."""
     try:
         summary = read_summary(folder)
     except (OSError, UntrustedError):
         return None
-    asked = config.training
+    start = 0 if checkpoint is None else checkpoint.step
     target = summary.get("config", {}).get("training", {}).get("target_loss")
     at_target = summary.get("target") is not None and target == asked.target_loss
     if start < asked.steps and not at_target:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,11 +19,10 @@ from model.mistakes import check_mixers, model_mistakes
 from model.score import attention_scores, score_mistakes
 from model.score_tensors import ScoreTensors
 from recipe.distributed.options import DataParallel, check_context, check_parallel
-from recipe.distributed.ranks import from_every_rank
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
 from recipe.run.build import attention_shape, one_document
-from recipe.run.config import Config, ConfigError, as_plain
+from recipe.run.config import Config
 from recipe.run.starting import Weights
 from recipe.run.tracker import tracking_mistakes
 from recipe.training.device import Precision, resolve_device, resolve_precision
@@ -32,9 +30,6 @@ from recipe.training.optimizer import optimizer_mistakes
 from recipe.training.options import training_mistakes
 from recipe.training.parity_probe import check_parity
 from recipe.training.recall import unknown_recalls
-
-# The parts that all ranks of a run must share: all but the device.
-SHARED = [part.name for part in fields(Config) if part.name != "device"]
 
 
 def mistakes(config: Config, ranks: int | None = None, weights: Weights | None = None) -> Iterator[str]:
@@ -97,18 +92,6 @@ def check_score_tensors(config: Config) -> None:
             check_tensors(score.expression, given, 1, reach_of(score, Layout(), T, T, model.n_heads))
 
 
-def check_ranks_agree(config: Config) -> None:
-    """Raise ConfigError, on every rank, where one of them has another configuration than the first."""
-    first, *others = from_every_rank([as_plain(config)[part] for part in SHARED])
-    for rank, other in enumerate(others, start=1):
-        for part, theirs, ours in zip(SHARED, other, first, strict=True):
-            if theirs != ours:
-                raise ConfigError(
-                    f"Rank {rank} has another {part} than rank 0 ({theirs} instead of {ours}); start every rank with "
-                    "the same overrides."
-                )
-
-
 def init_mistakes(config: Config, weights: Weights) -> Iterator[str]:
     """A sentence for each reason why the model cannot start from `init_from`, as far as that needs no network."""
     if config.init_from is None:
@@ -145,7 +128,7 @@ def device_mistakes(config: Config) -> Iterator[str]:
             "training.residual_in_fp32=false has no effect in fp32 (training.precision="
             f"{config.training.precision.value} on {device}); leave it out, or set training.precision=bf16."
         )
-    shape = attention_shape(config, device)
+    shape = attention_shape(config, device, precision.dtype)
     yield from refusal(check_mixers, config.model, device)
     yield from refusal(lambda: build_attention(config.attention).check(shape))
     yield from refusal(check_parity, config.parity, config.attention, shape)

@@ -42,6 +42,7 @@ class RunMetadata:
     overrides  of the command line
     data       identity of the prepared tokens
     shape      the model's requirements for its attention
+    path       the kernels of its attention
     notes      sentences on what is amiss with the text
     """
 
@@ -49,6 +50,7 @@ class RunMetadata:
     overrides: list[str]
     data: str
     shape: AttentionShape
+    path: str | None
     notes: list[str]
 
 
@@ -151,7 +153,7 @@ class Record(NullRecord):
             "non_finite_step": non_finite_step,
             "attention": trainer.model.attend.name,
             "attention_exact": trainer.model.attend.exact,
-            "attention_path": trainer.model.attend.path(self.origin.shape, trainer.model.seq_len),
+            "attention_path": self.origin.path,
             "config": self.origin.config,
             "overrides": self.origin.overrides,
             "data_notes": self.origin.notes,
@@ -220,6 +222,7 @@ def recorded_out_of_memory(
         if world.rank == 0:
             ended = {"status": "out_of_memory", "message": str(error), "step": 0, "steps": config["training"]["steps"]}
             run = {"attention": config["attention"]["name"], "config": config, "overrides": overrides}
+            summary = ended | run | environment(device, world.size)
             write_recorded(folder, config, overrides)
-            write_summary(folder / "summary.json", ended | run | environment(device, world.size))
+            write_summary(folder / "summary.json", summary)
         raise

@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 from attention.from_file import digest_of, file_of, is_in_file
 from data.untrusted import UntrustedError, check_value
 from model.options import Positions
+from recipe.distributed.ranks import from_first_rank, rank
 from recipe.distributed.world import World
 from recipe.run.compose import by_key, composed, lines, mistakes, opened, parsed, quoted, to_config
 from recipe.run.config import Config, ConfigError, as_plain, keys
@@ -21,7 +22,7 @@ from recipe.run.recorded import foreign_reference, read_config
 from recipe.run.removed import as_today, config_as_today, refusal
 from recipe.run.run_folder import OUTPUTS, OVERRIDES, check_not_running, read_overrides
 from recipe.run.starting import written
-from recipe.training.checkpoint import CheckpointError, newest_valid, read_manifest
+from recipe.training.checkpoint import CheckpointError, Manifest, newest_valid, read_manifest
 from recipe.wording import as_typed
 
 
@@ -142,6 +143,16 @@ def newest_intact(checkpoints: Path) -> Path:
     load the first rank's choice, or fail. Raises CheckpointError."""
     path, _ = newest_valid(checkpoints, read=World.from_environment().rank == 0)
     return path
+
+
+def find_checkpoint(folder: Path) -> Manifest | None:
+    """The newest valid checkpoint of a run to resume, if it has one: the same on every rank. Raises CheckpointError."""
+    if not has_checkpoints(folder):
+        return None
+    path, rejected = from_first_rank(lambda: newest_valid(folder / "checkpoints"))
+    if rank() == 0:
+        print(*rejected, f"resuming from {path}", sep="\n")
+    return read_manifest(path)
 
 
 def has_checkpoints(run: Path) -> bool:

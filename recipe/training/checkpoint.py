@@ -65,11 +65,13 @@ class CheckpointError(UserError, RuntimeError):
 class Manifest:
     """The description in a checkpoint.
 
+    path      of the checkpoint
     step      number of updates done
     metadata  as given to `save_checkpoint`
     files     name -> {"bytes": size, "sha256": digest in hex}
     """
 
+    path: Path
     step: int
     metadata: dict[str, Any]
     files: dict[str, dict[str, Any]]
@@ -219,7 +221,7 @@ def read_manifest(path: Path) -> Manifest:
     if digest != _digest(content):
         raise CheckpointError(f"{path} is damaged: the content of {MANIFEST} has changed since it was written.")
     try:
-        manifest = Manifest(content["step"], content["metadata"], content["files"])
+        manifest = Manifest(path, content["step"], content["metadata"], content["files"])
         outside = [name for name in manifest.files if Path(name).is_absolute() or ".." in Path(name).parts]
         if outside or not isinstance(manifest.metadata, dict):
             raise ValueError

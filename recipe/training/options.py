@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from data.batches import GlobalBatch
 from model.linear import Products
 from model.options import Recompute
 from recipe.distributed.world import World
@@ -70,10 +71,11 @@ class TrainingConfig:
     ema: float = 0.0
     profile: bool = False
 
-    def micro_steps(self, seq_len: int, world_size: int) -> int:
-        """Micro-batches of one step on each rank."""
-        tokens = self.batch_size * seq_len * world_size
-        return 1 if self.batch_tokens is None else self.batch_tokens // tokens
+    def share(self, seq_len: int, world: World) -> GlobalBatch:
+        """The sequences of a step, and this rank's."""
+        tokens = self.batch_size * seq_len * world.data_size
+        micro_steps = 1 if self.batch_tokens is None else self.batch_tokens // tokens
+        return GlobalBatch(self.batch_size, world.data_rank, world.data_size, micro_steps)
 
     def is_due(self, every: int, n: int) -> bool:
         """Whether work that is due every so many steps (0: never) is due after n updates; always due after the last."""

@@ -120,8 +120,8 @@ class ParityProbe:
         shape      the model's requirements for its attention; its dtype is the precision of the run
         """
         self.config, self.shape = config, shape
-        self.exact_dtype = exact_dtype(shape.dtype)
-        self.reference = build_attention(reference_config(config, attention))
+        self.exact_dtype, reference = exact_dtype(shape.dtype), reference_config(config, attention)
+        self.reference = build_attention(reference)
         self.window: tuple[int, int] | None = None  # the largest (sequences, tokens) that fits, known after a failure
 
     def is_due(self, step: int) -> bool:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from attention import DropoutKey
-from data.batches import Batch, GlobalBatch
+from data.batches import Batch
 from model.gpt import GPT
+from recipe.distributed.exchange import Exchange
 from recipe.distributed.sharing import Sharing
 from recipe.errors import UserError
 from recipe.training.graphed_step import GraphedStep
@@ -71,34 +72,34 @@ class Trainer:
         self,
         sharing: Sharing,
         optimizer: torch.optim.Optimizer,
+        exchange: Exchange,
+        network: Callable[..., Tensor],
         training: TrainingConfig,
         seed: int,
         *,
         learning_rate: Callable[[int], float],
         clip: float,
-        network: Callable[..., Tensor] | None = None,
         replayed: bool = False,
     ) -> None:
         """
         sharing        the model, and this rank's part of a step
         optimizer      of its parameters
+        exchange       of their gradients
+        network        the model that computes, as compiled
         training       its precision is resolved, not auto
         seed           of everything random
         learning_rate  of the update after so many
         clip           largest norm of the gradient over all parameters; 0: no clipping
-        network        the model as compiled; None: as it is
         replayed       replay steps on a GPU as a CUDA graph
         """
-        self.sharing, self.model = sharing, sharing.model
-        self.network = sharing.computing if network is None else network
+        self.sharing, self.model, self.network, self.exchange = sharing, sharing.model, network, exchange
         self.optimizer, self.learning_rate, self.clip = optimizer, learning_rate, clip
         self.training, self.seed, self.dtype = training, seed, training.precision.dtype
         self.world, self.device = sharing.world, sharing.device
-        micro_steps = training.micro_steps(self.model.seq_len, self.world.data_size)
-        self.global_batch = GlobalBatch(training.batch_size, self.world.data_rank, self.world.data_size, micro_steps)
-        self.micro_steps, self.tokens_per_step = micro_steps, self.global_batch.sequences * self.model.seq_len
+        self.global_batch = training.share(self.model.seq_len, self.world)
+        self.micro_steps = self.global_batch.micro_steps
+        self.tokens_per_step = self.global_batch.sequences * self.model.seq_len
         self.average = MovingAverage(self.model, training.ema) if training.ema else None
-        self.exchange = sharing.exchange(optimizer, micro_steps)
         replays = replayed and self.device.type == "cuda"
         self.replay = GraphedStep(self._whole_step, self.device) if replays else None
 

@@ -158,8 +158,8 @@ def test_what_no_mixer_does_is_refused_in_a_sentence() -> None:
     assert sentence.startswith("model.layers needs parallel.data=replicate and parallel.context=1")
     with pytest.raises(WeightsError, match=r"No architecture of transformers has this model's model\.layers"):
         describe(build(), attention_dropout=0.0)
-    assert len(attention_shape(Config(model=HYBRID), CPU).scores) == 2
-    shape = attention_shape(Config(model=replace(PURE, layers=["kda"])), CPU)
+    assert len(attention_shape(Config(model=HYBRID), CPU, torch.float32).scores) == 2
+    shape = attention_shape(Config(model=replace(PURE, layers=["kda"])), CPU, torch.float32)
     with pytest.raises(ParityError, match=r"parity\.every compares attentions, and model\.layers has none"):
         check_parity(ParityConfig(every=10), AttentionConfig(), shape)
 

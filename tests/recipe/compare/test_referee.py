@@ -161,7 +161,7 @@ def test_init_seed_draws_the_initial_weights_alone() -> None:
     model = GPTConfig(n_layers=1, n_heads=2, n_embd=16)
 
     def weights(**options: Any) -> torch.Tensor:
-        built = build_model(Config(model=model, seq_len=8, **options), 16, torch.device("cpu"), World())
+        built = build_model(Config(model=model, seq_len=8, **options), 16, torch.device("cpu"), torch.float32, World())
         return built.get_parameter("h.0.mlp.c_fc.weight").detach()
 
     assert torch.equal(weights(seed=3), weights(seed=3, init_seed=None))

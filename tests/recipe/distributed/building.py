@@ -51,9 +51,10 @@ def main(kind: str, folder: Path) -> None:
     device = torch.device("cuda", world.local_rank) if kind == "cuda" else torch.device("cpu")
     with joined(world, device, timeout_s=60):
         small = Config(parallel=CONFIG.parallel)
-        build_trainer(small, build_model(small, 256, device, world), device, world)  # imports what it needs
+        model = build_model(small, 256, device, torch.float32, world)
+        build_trainer(small, model, device, world)  # imports what it needs
         before = peak(device)
-        trainer = build_trainer(CONFIG, build_model(CONFIG, 256, device, world), device, world)
+        trainer = build_trainer(CONFIG, build_model(CONFIG, 256, device, torch.float32, world), device, world)
         taken = peak(device) - before
         size = sum(p.numel() * p.itemsize for p in trainer.model.parameters())
         found = {"taken": taken, "size": size, "digest": digest(trainer)}

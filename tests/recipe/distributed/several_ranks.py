@@ -35,11 +35,10 @@ from recipe.distributed import norm
 from recipe.distributed.context import ContextAttention, ContextBy
 from recipe.distributed.norm import local
 from recipe.distributed.options import DataParallel, ParallelConfig
-from recipe.distributed.ranks import PATIENCE_S, joined
+from recipe.distributed.ranks import PATIENCE_S, RankError, check_agreed, joined
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
-from recipe.run.config import Config, ConfigError
-from recipe.run.mistakes import check_ranks_agree
+from recipe.run.config import Config, as_plain
 from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import newest_valid, save_checkpoint
 from recipe.training.device import Precision
@@ -217,10 +216,10 @@ def work(world: World) -> dict[str, Any]:
                 computing = trainer.sharing.computing.parameters()
                 found["rounded"] = sum(p.numel() for p in computing if p.dtype is options["precision"].dtype)
     found["masks"], found["timeouts are the run's"] = masks(world)
-    check_ranks_agree(Config(seed=SEED, device=f"cuda:{world.rank}"))
+    check_agreed(as_plain(Config(seed=SEED, device=f"cuda:{world.rank}")))
     try:
-        check_ranks_agree(Config(optimizer=OptimizerConfig(lr=1 + world.rank)))
-    except ConfigError as error:
+        check_agreed(as_plain(Config(optimizer=OptimizerConfig(lr=1 + world.rank))))
+    except RankError as error:
         found["refused"] = str(error)
     return found
 

@@ -77,7 +77,7 @@ def test_compiled_as_one_graph_it_gives_the_same(found: list[dict[str, Any]], by
 def test_ranks_that_share_a_sequence_refuse_tensors_that_are_made_from_the_input() -> None:
     gates = ScoreConfig(formula="s + c[h, i] - c[h, j]", tensors={"c": "model.forget_gate"})
     config, world = Config(score=gates, parallel=ParallelConfig(context=2)), World(rank=0, size=2, context=2)
-    model = build_model(config, 256, CPU, world)
+    model = build_model(config, 256, CPU, torch.float32, world)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         with pytest.raises(UnsupportedAttention, match=r"context=2 does not support .*score\.tensors\.c; use"):

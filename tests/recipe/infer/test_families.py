@@ -224,7 +224,7 @@ def test_the_preset_of_nanochat_learns_as_the_model_of_transformers_does():
     sizes = ["model.n_layers=2", f"model.n_heads={heads}", "model.n_embd=32", "seq_len=64", "device=cpu"]
     config = to_config(composed(["model=nanochat", *sizes]))
     for seed in range(SHAPES):
-        model = build_model(config, VOCAB, torch.device("cpu"), World(), HuggingFace()).eval()
+        model = build_model(config, VOCAB, torch.device("cpu"), torch.float32, World(), HuggingFace()).eval()
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -390,7 +390,7 @@ def test_a_run_starts_from_a_folder_and_the_command_line_may_change_what_has_no_
     assert (config.model.dropout, config.seq_len) == (0.1, 32)
     assert not differences(config)
     torch.manual_seed(0)
-    model = build_model(config, VOCAB, torch.device("cpu"), World(), HuggingFace())
+    model = build_model(config, VOCAB, torch.device("cpu"), torch.float32, World(), HuggingFace())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), read(folder).parameters(), strict=True))
     with_score = to_config(composed(with_start([f"init_from={folder}", "score=causal"], HuggingFace())))
     assert with_score.score == Config().score

@@ -240,7 +240,7 @@ def test_a_complete_run_is_left_as_it_is(runs: Path, capsys: pytest.CaptureFixtu
 
 def test_a_text_that_has_changed_is_refused(runs: Path) -> None:
     Path("text.txt").write_text("Another text. " * 2000)
-    with pytest.raises(ConfigError, match="The text of data=text has changed"):
+    with pytest.raises(CheckpointError, match="The text of data=text has changed"):
         train("resume=outputs/older", "training.steps=61")
 
 
@@ -295,7 +295,7 @@ def test_with_rotary_positions_a_resumed_run_may_have_longer_sequences(runs: Pat
     train(f"resume={run}", *longer, "training.steps=7")
     config = compose.to_config(compose.composed([*given, *longer]))
     data = prepare_data(config.data)
-    model = build_model(config, data.vocab_size, torch.device("cpu"), World())
+    model = build_model(config, data.vocab_size, torch.device("cpu"), torch.float32, World())
     model.load_state_dict(weights)
     inputs, targets, *_ = Batches(data.train.tokens, 64, GlobalBatch(6), config.seed).stored(6).batch()
     expected = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
