@@ -9,7 +9,6 @@ alpha the factor that rescales l and o from an old maximum to a new one.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from learn.memory import Slow, tiles
 
@@ -95,8 +94,3 @@ def tiled_attention(x: Slow, v: Slow, out: Slow, block: int = 2) -> None:
         l, o = l + p_i.sum(), o + p_i @ v_i
         m = m_new
     out.store(slice(0, 1), (o / l)[None])
-
-
-def reference_softmax(x: Tensor) -> Tensor:
-    """torch's softmax in fp64. Every step is compared with it."""
-    return torch.softmax(x.double(), dim=-1)
