@@ -78,7 +78,7 @@ class Chart:
     title    of the figure
     caption  how to read it, one or two sentences
     draw     draws it on an empty figure
-    height   in inches
+    height   in inches, with one row of a legend
     """
 
     name: str
@@ -149,12 +149,13 @@ def label_axes(axes: Axes, title: str, xlabel: str = "") -> None:
 
 
 def legend(figure: Figure, axes: Axes) -> None:
-    """All labels in rows above the axes."""
+    """All labels in rows above the axes, for which the figure grows."""
     named = {label: handle for handle, label in reversed(list(zip(*axes.get_legend_handles_labels(), strict=True)))}
     labels, handles = list(reversed(named)), list(reversed(named.values()))
     if not handles:
         return
     columns = legend_columns(labels)
+    figure.set_figheight(figure.get_figheight() + 0.2 * (-(-len(labels) // columns) - 1))
     figure.legend(
         handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=COLOURS["ink"],
         handlelength=1.6, handletextpad=0.5, columnspacing=1.4, borderaxespad=0.2,
@@ -168,11 +169,6 @@ def legend_columns(labels: Sequence[str]) -> int:
         if sum(0.63 * SIZE * characters + 3.6 * SIZE for characters in longest) <= 72 * WIDTH:
             return columns
     return 1
-
-
-def height_for(labels: Sequence[str]) -> float:
-    """Inches for a figure whose legend names all labels, in as many rows as it takes."""
-    return HEIGHT + 0.2 * (-(-len(labels) // legend_columns(labels)) - 1)
 
 
 def log_axis(axes: Axes, low: float, high: float) -> None:

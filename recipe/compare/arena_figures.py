@@ -15,8 +15,7 @@ from recipe.compare.figures import loss_charts
 from recipe.compare.probes import probe_charts
 from recipe.compare.statistics import ALPHA, paired
 from recipe.compare.tables import EQUAL, signed
-from recipe.drawing import COLOURS, Chart, Style, finish_steps, height_for, label_axes, styles
-from recipe.wording import percent
+from recipe.drawing import COLOURS, Chart, Style, finish_steps, label_axes, styles
 
 ROW = 0.46  # inches of an arm
 LOSS = "nats per token"
@@ -24,10 +23,10 @@ LOSS = "nats per token"
 
 def forest(arena: Arena) -> Chart:
     """The answer as a figure: the difference of each arm, with its interval."""
-    baseline, margin = arena.plan.baseline, percent(arena.plan.margin)
+    baseline = arena.plan.baseline
     caption = (
         f"Final {_unit(arena)[0]} of each arm less {baseline}'s of the same seed: the mean, its 95 % interval (thick), "
-        f"the interval that the verdict follows from (thin), and each seed (dots). Shaded: at most {margin}."
+        f"the interval that the verdict follows from (thin), and each seed (dots). Shaded: the margin."
     )
     draw = partial(draw_forest, arena=arena)
     return Chart("forest", f"Difference from {baseline}", caption, draw, 1.15 + ROW * len(arena.comparisons))
@@ -35,11 +34,11 @@ def forest(arena: Arena) -> Chart:
 
 def arena_charts(arena: Arena) -> list[Chart]:
     """The other figures."""
-    result, names = [], list(arena.arms)
+    result = []
     if any(difference_curves(one)[0].size > 1 for one in arena.comparisons):
         caption = "Means over the seeds with pointwise 95 % intervals; below 0 the arm is ahead. Shaded: the margin."
         title = f"Difference from {arena.plan.baseline} over the run"
-        result.append(Chart("difference", title, caption, partial(draw_differences, arena=arena), height_for(names)))
+        result.append(Chart("difference", title, caption, partial(draw_differences, arena=arena)))
     curves = {name: list(arm.runs.values()) for name, arm in arena.arms.items() if arm.runs}
     result += loss_charts(curves)
     return result + probe_charts(curves)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data.errors import first_few
 from recipe.compare.arena_figures import arena_charts, forest
-from recipe.compare.arena_results import Arena, ArmRuns, Comparison, Reading, compare_arms, race
+from recipe.compare.arena_results import Arena, Comparison, compare_arms, race
 from recipe.compare.arena_tables import (
     apart,
     cost_table,
@@ -24,14 +23,14 @@ from recipe.compare.arena_tables import (
     size_table,
     verdict_table,
 )
+from recipe.compare.costs import median_of
 from recipe.compare.headline import Headline, notes_on
 from recipe.compare.page import Report, Section, draw, sources_of, subtitle, write_page
 from recipe.compare.runs import Run, RunSet
-from recipe.compare.statistics import ALPHA, Verdict, outlier
+from recipe.compare.statistics import ALPHA, Paired, Verdict, outlier
 from recipe.compare.sweeps import comparison_key
-from recipe.compare.tables import run_table, runs_csv, signed
+from recipe.compare.tables import DASH, run_table, runs_csv, signed
 from recipe.files import to_json
-from recipe.run.arms import LR
 from recipe.run.plan import Plan
 from recipe.wording import duration, listed, percent
 
@@ -45,10 +44,10 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
 
     folder  of the sweep, which the command that goes on names
     """
-    arena = compare_arms(plan, run_set.runs)
-    (out / "figures").mkdir(parents=True, exist_ok=True)
+    runs, arena = run_set.runs, compare_arms(plan, run_set.runs)
     found, command = arena_headline(arena), go_on(arena, folder)
-    run = run_set.runs[0]
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    lead, *drawings = (draw(chart, out) for chart in (forest(arena), *arena_charts(arena)))
     tables = (
         verdict_table(arena),
         size_table(arena),
@@ -60,35 +59,29 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
     )
     section = Section(
         "",
-        f"{len(plan.arms)} arms, {run.option('model.name', 'model')} on {run.option('data.name', 'data')}",
-        subtitle(run_set.runs),
+        f"{len(plan.arms)} arms, {runs[0].option('model.name', 'model')} on {runs[0].option('data.name', 'data')}",
+        subtitle(runs),
         found,
-        tuple(draw(chart, out) for chart in arena_charts(arena)),
+        tuple(drawings),
         tuple(table for table in tables if table),
     )
-    planned = {str(one.number): one for one in [*plan.lr_runs(), *plan.seed_runs()]}
-    labels = {run.name: planned[run.name].arm if run.name in planned else "not in the plan" for run in run_set.runs}
-    places = {
-        run.name: f"optimizer.lr={planned[run.name].lr:g}"
-        if run.name in planned and planned[run.name].stage == LR
-        else ""
-        for run in run_set.runs
-    }
+    arms = {run.name: str(run.option("arena.arm", DASH)) for run in runs}
+    rates = {run.name: f"optimizer.lr={run.option('optimizer.lr')}" for run in runs}
     report = Report(
         headline=found.text,
         tone=found.tone,
         outcome=None,
         lines=tuple((one.arm.name, f"{one.verdict.value}, {apart(one)}") for one in arena.comparisons),
         sections=(section,),
-        notes=(*skewed(arena), *lr_warnings(arena), *departures(arena), *notes_on(run_set, [])),
-        runs=run_table(run_set.runs, labels, places, "arm"),
-        sources=sources_of(run_set.runs),
+        notes=(*skewed(arena), *departures(arena), *notes_on(run_set, [])),
+        runs=run_table(runs, arms, rates, "arm"),
+        sources=sources_of(runs),
         method="arena_method.j2",
-        lead=draw(forest(arena), out),
+        lead=lead,
         commands=() if command is None else (command,),
     )
-    csv = runs_csv(run_set.runs, labels, places, "arm")
-    write_page(report, out, csv, margin=percent(plan.margin), looks=plan.planned_looks, alpha=percent(ALPHA))
+    shown = {"margin": percent(plan.margin), "looks": plan.planned_looks, "alpha": percent(ALPHA)}
+    write_page(report, out, runs_csv(runs, arms, rates, "arm"), **shown)
     (out / RESULTS).write_text(to_json(as_json(arena), indent=2) + "\n", encoding="utf-8")
     return report
 
@@ -105,34 +98,32 @@ def as_json(arena: Arena) -> dict[str, Any]:
             name: {"chosen": arm.lr, "tried": {f"{tried.lr:g}": tried.losses for tried in arm.tried}}
             for name, arm in arena.arms.items()
         },
-        "arms": {comparison.arm.name: _comparison(comparison) for comparison in arena.comparisons},
+        "arms": {one.arm.name: _comparison(one) for one in arena.comparisons},
     }
 
 
-def _comparison(comparison: Comparison) -> dict[str, Any]:
+def _comparison(one: Comparison) -> dict[str, Any]:
     return {
-        "verdict": comparison.verdict.value,
-        "difference": comparison.test.mean if comparison.test else None,
-        "deviation": comparison.test.deviation if comparison.test else None,
-        "interval": comparison.test.interval(ALPHA) if comparison.test else None,
-        "level": comparison.level,
-        "interval_at_level": comparison.interval,
-        "p": comparison.p,
-        "p_sign_flip": comparison.p_sign_flip,
-        "margin": comparison.margin,
-        "differences": comparison.differences,
-        "diverged": [seed for seed, difference in comparison.differences.items() if math.isinf(difference)],
-        "missing": comparison.missing,
-        "more_seeds": comparison.more,
-        "parameters": comparison.arm.recorded("parameters"),
-        "at_equal_time": _reading(comparison.time),
-        "at_equal_flops": _reading(comparison.flops),
-        "race": None if (times := race(comparison.arm, comparison.baseline)) is None else times._asdict(),
+        "verdict": one.verdict.value,
+        **_differences(one.test),
+        "deviation": one.test.deviation if one.test else None,
+        "level": one.level,
+        "interval_at_level": one.interval,
+        "p": one.p,
+        "p_sign_flip": one.p_sign_flip,
+        "margin": one.margin,
+        "differences": one.differences,
+        "diverged": one.diverged,
+        "missing": one.missing,
+        "more_seeds": one.more,
+        "at_equal_time": _differences(one.at_equal("throughput/step_ms")),
+        "at_equal_flops": _differences(one.at_equal("flops_per_token")),
+        "race": race(one.arm, one.baseline)._asdict(),
     }
 
 
-def _reading(reading: Reading | None) -> dict[str, Any] | None:
-    return None if reading is None else {"difference": reading.mean, "interval": reading.interval}
+def _differences(test: Paired | None) -> dict[str, Any]:
+    return {"difference": test and test.mean, "interval": test and test.interval(ALPHA)}
 
 
 def arena_headline(arena: Arena) -> Headline:
@@ -167,7 +158,7 @@ def skewed(arena: Arena) -> list[str]:
 
 
 def departures(arena: Arena) -> list[str]:
-    """Departures from the plan, a sentence each."""
+    """Departures from the plan, a sentence each. Runs without a result are counted in the table of verdicts."""
     plan, lines = arena.plan, []
     if len(plan.looks) > plan.planned_looks:
         lines.append(
@@ -175,19 +166,10 @@ def departures(arena: Arena) -> list[str]:
             f"(arena.rules.looks), so false verdicts are no longer limited to {percent(ALPHA)}."
         )
     planned = {run.number: run for run in [*plan.lr_runs(), *plan.seed_runs()]}
-    absent = [str(number) for number in planned if number not in arena.runs]
-    if absent:
-        lines.append(f"{len(absent)} of {len(planned)} planned runs have no folder ({first_few(absent)}).")
-    failed = [run for number, run in arena.runs.items() if number in planned and _without_result(run)]
-    for run in failed:
-        reason = f": {run.summary['message']}".rstrip(" .") if run.summary.get("message") else ""
-        lines.append(f"{run.called} ({planned[int(run.name)].arm}) has no result ({run.status}{reason}).")
     if extra := [str(number) for number in arena.runs if number not in planned]:
         lines.append(f"Runs that are not in the plan were left out: {first_few(extra)}.")
-    for number, run in arena.runs.items():
-        one = planned.get(number)
-        if one is None:
-            continue
+    for number in arena.runs.keys() & planned:
+        run, one = arena.runs[number], planned[number]
         expected = {"seed": one.seed, "arena.arm": one.arm} | ({} if one.lr is None else {"optimizer.lr": one.lr})
         wrong = {name: value for name, value in expected.items() if run.option(name, value) != value}
         lines += [
@@ -195,64 +177,43 @@ def departures(arena: Arena) -> list[str]:
         ]
     for arm in arena.arms.values():
         keys = [_settings(run) for run in arm.runs.values()]
-        differing = sorted({name for key in keys for name in key if key[name] != keys[0].get(name)})
-        if differing:
+        if differing := sorted({name for key in keys for name in key if key[name] != keys[0].get(name)}):
             lines.append(
                 f"The runs of {arm.name} are not all the same configuration: they differ in {listed(differing)}."
             )
     return lines
 
 
-def _without_result(run: Run) -> bool:
-    return run.status != "completed" and not run.out_of_memory and run.diverged() is None
-
-
 def _settings(run: Run) -> dict[str, str]:
     return {name: value for name, value in comparison_key(run).items() if "${" not in value}
 
 
-def lr_warnings(arena: Arena) -> list[str]:
-    """A sentence for each arm whose best learning rate is the lowest or the highest that was tried."""
-    edges: dict[str, list[ArmRuns]] = {}
-    for arm in arena.arms.values():
-        if arm.lr_at_edge:
-            edges.setdefault("lowest" if arm.lr == arm.tried[0].lr else "highest", []).append(arm)
-    return [
-        f"The best learning rate of {listed([arm.name for arm in arms])} is the {edge} that was tried: a wider sweep "
-        "(arena.lr) may find a better one."
-        for edge, arms in edges.items()
-    ]
-
-
 def go_on(arena: Arena, folder: Path) -> tuple[str, str] | None:
     """The next step and its command: the runs that are missing, or the seeds that would decide; else None."""
-    plan = arena.plan
-    again = [line for line in plan.arguments if not line.startswith(("hydra.sweep.dir=", "arena.seeds=", "resume="))]
-    if any(comparison.missing for comparison in arena.comparisons):
-        seeds = len(plan.seeds)
-        return "Run the missing runs", _command(again, f"arena.seeds={seeds}", f"hydra.sweep.dir={folder}")
-    more = max((comparison.more or 0 for comparison in arena.comparisons), default=0)
-    if not more:
+    plan, seeds = arena.plan, len(arena.plan.seeds)
+    missing = any(comparison.missing for comparison in arena.comparisons)
+    more = 0 if missing else max((comparison.more or 0 for comparison in arena.comparisons), default=0)
+    if not missing and not more:
         return None
-    total = len(plan.seeds) + more
-    if len(plan.looks) < plan.planned_looks:
-        added = _command(again, f"arena.seeds={total}", f"hydra.sweep.dir={folder}")
-        return f"Add {more} seeds{_time(arena, more)}", added
-    again = [line for line in again if not line.startswith(("arena.first_seed=", "arena.looks=", "arena.rules."))]
-    took = _time(arena, total)
-    fresh = _command(again, f"arena.seeds={total}", f"arena.rules.first_seed={plan.seeds.stop}", "arena.rules.looks=1")
-    return f"The planned looks are used up; start anew with {total} other seeds{took}, looked at once", fresh
+    set_anew = ["hydra.sweep.dir=", "arena.seeds=", "resume="]
+    total, further = seeds + more, [f"hydra.sweep.dir={folder}"]
+    if missing:
+        title = "Run the missing runs"
+    elif len(plan.looks) < plan.planned_looks:
+        title = f"Add {more} seeds{_time(arena, more)}"
+    else:
+        title = (
+            f"The planned looks are used up; start anew with {total} other seeds{_time(arena, total)}, looked at once"
+        )
+        set_anew += ["arena.first_seed=", "arena.looks=", "arena.rules."]
+        further = [f"arena.rules.first_seed={plan.seeds.stop}", "arena.rules.looks=1"]
+    again = [line for line in plan.arguments if not line.startswith(tuple(set_anew))]
+    return title, f"python train.py {shlex.join([*again, f'arena.seeds={total}', *further])}"
 
 
 def _time(arena: Arena, seeds: int) -> str:
     """How long all arms take with some seeds, one run after another; empty where no run recorded its time."""
-    taken = [arm.recorded("wall_time_s") for arm in arena.arms.values()]
-    seconds = [one for one in taken if one is not None]
-    if len(seconds) < len(taken):
+    taken = [median_of(run.median("wall_time_s") for run in arm.runs.values()) for arm in arena.arms.values()]
+    if None in taken:
         return ""
-    return f" (about {duration(seeds * sum(seconds))} of runs, one after another)"
-
-
-def _command(*parts: str | Sequence[str]) -> str:
-    words = [word for part in parts for word in ([part] if isinstance(part, str) else part)]
-    return f"python train.py {shlex.join(words)}"
+    return f" (about {duration(seeds * sum(filter(None, taken)))} of runs, one after another)"

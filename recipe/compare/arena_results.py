@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recipe.compare.runs import Run, Series
+from recipe.compare.runs import Run
 from recipe.compare.statistics import (
     ALPHA,
     Paired,
@@ -24,19 +25,10 @@ from recipe.compare.statistics import (
     signed_rank,
 )
 from recipe.compare.sweeps import by_seed, difference, equal_to_the_bit, pairs_of
-from recipe.files import number
 from recipe.run.plan import Plan, PlannedRun
 
 LOSS = "val/loss"
 SOLVED = 0.01  # of wrong answers
-Interval = tuple[float, float]
-
-
-class Reading(NamedTuple):
-    """The difference to the baseline where both have cost as much, and its 95 % interval."""
-
-    mean: float
-    interval: Interval
 
 
 @dataclass(frozen=True)
@@ -76,57 +68,79 @@ class ArmRuns:
         finite = [loss for loss in self.losses.values() if math.isfinite(loss)]
         return statistics.fmean(finite) if finite else None
 
-    @property
-    def lr_at_edge(self) -> bool:
-        """Whether the best of the learning rates that were tried is the lowest or the highest of them."""
-        return len(self.tried) > 1 and self.lr in (self.tried[0].lr, self.tried[-1].lr)
-
-    def over_seeds(self, metric: str) -> list[float]:
-        """A throughput metric's median of each run."""
-        return [value for run in self.runs.values() if (value := run.median(metric)) is not None]
-
-    def recorded(self, name: str) -> float | None:
-        """A number of the summaries: the median over the runs."""
-        numbers = [value for run in self.runs.values() if (value := number(run.summary.get(name))) is not None]
-        return statistics.median(numbers) if numbers else None
-
 
 @dataclass(frozen=True)
 class Comparison:
     """One arm against the baseline.
 
-    differences  of the final losses, by seed; infinite where one of them diverged
-    missing      seeds of the plan that lack the arm's result or the baseline's
-    test         None with fewer than two finite differences
-    level        the level that Holm's correction and the planned looks leave to this arm
-    margin       in loss
-    more         seeds to add so that the verdict is decided; None where it is, or where no number would do
-    time, flops  where arm and baseline have taken equal time, or as many operations; None where that is unknown
+    seeds   of the plan
+    margin  in loss
+    level   the level that Holm's correction and the planned looks leave to this arm
     """
 
     arm: ArmRuns
     baseline: ArmRuns
-    differences: Mapping[int, float]
-    missing: tuple[int, ...]
-    test: Paired | None
-    p: float
-    p_sign_flip: float | None
-    level: float
+    seeds: Sequence[int]
     margin: float
-    verdict: Verdict
-    more: int | None
-    time: Reading | None
-    flops: Reading | None
+    level: float = ALPHA
+
+    @cached_property
+    def differences(self) -> dict[int, float]:
+        """Of the final losses, by seed: 0 where both diverged, infinite where one did."""
+        theirs = self.baseline.losses
+        pairs = {seed: (loss, theirs[seed]) for seed, loss in self.arm.losses.items() if seed in theirs}
+        return {seed: 0.0 if ours == other else ours - other for seed, (ours, other) in pairs.items()}
 
     @property
-    def interval(self) -> Interval | None:
-        """At the arm's level; the verdict follows from it."""
-        return self.test.interval(self.level) if self.test else None
+    def missing(self) -> tuple[int, ...]:
+        """The seeds that lack the arm's result or the baseline's."""
+        return tuple(seed for seed in self.seeds if seed not in self.differences)
 
     @property
     def diverged(self) -> list[int]:
         """The seeds in which the arm diverged, or the baseline."""
         return [seed for seed, difference in self.differences.items() if not math.isfinite(difference)]
+
+    @cached_property
+    def test(self) -> Paired | None:
+        """Of the finite differences; None with fewer than two."""
+        finite = [difference for difference in self.differences.values() if math.isfinite(difference)]
+        return paired(finite) if len(finite) > 1 else None
+
+    @cached_property
+    def p(self) -> float:
+        """Of the paired t-test, and of the signed-rank test where a run diverged; 1 while runs of the plan are
+        missing."""
+        if self.missing:
+            return 1.0
+        values = list(self.differences.values())
+        return signed_rank(values) if self.diverged else float(paired(values).p)
+
+    @property
+    def p_sign_flip(self) -> float | None:
+        """None where a run diverged."""
+        return sign_flip(list(self.differences.values())) if self.test and not self.diverged else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """At the arm's level; the verdict follows from it."""
+        return self.test.interval(self.level) if self.test else None
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.missing or (self.diverged and self.p > self.level):
+            return Verdict.undecided
+        if self.diverged:  # an infinite difference has no mean: its rank decides
+            return Verdict.worse if np.sign(list(self.differences.values())).sum() > 0 else Verdict.better
+        return judge(self.interval, self.margin) if self.interval else Verdict.undecided
+
+    @property
+    def more(self) -> int | None:
+        """Seeds to add so that the verdict is decided; None where it is, or where no number would do."""
+        if self.verdict is not Verdict.undecided or self.missing or self.diverged or not self.test:
+            return None
+        needed = seeds_to_decide(self.test, self.margin, self.level)
+        return None if needed is None else needed - self.test.n
 
     @property
     def equal(self) -> bool:
@@ -134,12 +148,29 @@ class Comparison:
         pairs = pairs_of(self.arm.runs, self.baseline.runs)
         return bool(pairs) and all(equal_to_the_bit(*pair) for pair in pairs.values())
 
-    @property
-    def share(self) -> float | None:
-        """The mean difference as a share of the baseline's loss; None where that loss is the smaller of the two."""
-        if self.test is None or not self.baseline.loss or abs(self.test.mean) > self.baseline.loss:
-            return None
-        return self.test.mean / self.baseline.loss
+    def at_equal(self, cost: str) -> Paired | None:
+        """The differences where arm and baseline have paid as much; None where that is unknown.
+
+        cost  of a step: throughput/step_ms, or flops_per_token, of which steps have equally many
+        """
+        gaps = [_at_equal(cost, *pair) for pair in pairs_of(self.arm.runs, self.baseline.runs).values()]
+        return paired([gap for gap in gaps if gap is not None]) if len(gaps) > 1 and None not in gaps else None
+
+
+def _at_equal(cost: str, run: Run, other: Run) -> float | None:
+    """The difference of two runs' losses at the largest cost that both have paid; None where one is unknown."""
+    ours, theirs = run.median(cost), other.median(cost)
+    if not ours or not theirs or math.inf in (result(run), result(other)):
+        return None
+    paid = min(ours * run.step, theirs * other.step)
+    gap = loss_at(run, paid / ours) - loss_at(other, paid / theirs)
+    return gap if math.isfinite(gap) else None
+
+
+def loss_at(run: Run, step: float) -> float:
+    """The validation loss after a number of steps, on a straight line between two evaluations."""
+    steps, values = run.series(LOSS)
+    return float(np.interp(step, steps, values)) if len(steps) else math.nan
 
 
 @dataclass(frozen=True)
@@ -154,11 +185,6 @@ class Arena:
     comparisons: tuple[Comparison, ...]
     runs: Mapping[int, Run]
     task: str | None
-
-    @property
-    def quantity(self) -> str:
-        """What is judged; less is better."""
-        return "wrong answers" if self.task else "val loss"
 
     def solved(self, arm: ArmRuns) -> bool:
         """Whether an arm answers the task with every planned seed, but for SOLVED."""
@@ -197,126 +223,40 @@ def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
     """
     by_number, task = {int(run.name): run for run in runs if run.name.isdigit()}, task_of(runs)
     arms = {arm: _arm_runs(plan, arm, by_number, task) for arm in plan.arms}
-    pairs = {arm: _differences(arms[arm], arms[plan.baseline]) for arm in plan.others}
-    p_values = {arm: _p_value(plan, differences) for arm, differences in pairs.items()}
-    levels = dict(zip(pairs, holm_levels(list(p_values.values()), ALPHA / plan.planned_looks), strict=True))
-    comparisons = [
-        _compare(plan, arms[arm], arms[plan.baseline], pairs[arm], p_values[arm], levels[arm], task) for arm in pairs
-    ]
-    return Arena(plan, arms, tuple(comparisons), by_number, task)
+    baseline = arms[plan.baseline]
+    margin = plan.margin * (1.0 if task else baseline.loss or 0.0)  # of all answers, or of the loss
+    found = [Comparison(arms[arm], baseline, plan.seeds, margin) for arm in plan.others]
+    levels = holm_levels([one.p for one in found], ALPHA / plan.planned_looks)
+    comparisons = tuple(replace(one, level=level) for one, level in zip(found, levels, strict=True))
+    return Arena(plan, arms, comparisons, by_number, task)
 
 
 def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run], task: str | None) -> ArmRuns:
+    tries, planned = ([one for one in group if one.arm == arm] for group in (plan.lr_runs(), plan.seed_runs()))
+    seeds = [one for one in planned if one.size == plan.layers[-1]]
+
     def of(planned: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Run]]:
-        return [(one, runs[one.number]) for one in planned if one.arm == arm and one.number in runs]
+        return [(one, runs[one.number]) for one in planned if one.number in runs]
 
     losses: dict[float, list[float]] = {lr: [] for lr in plan.lr[arm]} if len(plan.lr[arm]) > 1 else {}
-    for planned, run in of(plan.lr_runs()):
-        loss = result(run, task)
-        if planned.lr is not None and (loss is not None or run.out_of_memory):
-            losses[planned.lr].append(math.inf if loss is None else loss)
+    for one, run in of(tries):
+        loss = math.inf if run.out_of_memory else result(run, task)
+        if one.lr is not None and loss is not None:
+            losses[one.lr].append(loss)
     tried = tuple(Tried(lr, tuple(of_rate)) for lr, of_rate in losses.items())
-    seeds = [one for one in plan.seed_runs() if one.size == plan.layers[-1]]
     trained = by_seed(run for _, run in of(seeds))
     results = {seed: loss for seed, run in trained.items() if (loss := result(run, task)) is not None}
-    return ArmRuns(arm, trained, results, tried, next(s.lr for s in seeds if s.arm == arm))
-
-
-def _differences(arm: ArmRuns, baseline: ArmRuns) -> dict[int, float]:
-    """Arm - baseline by seed; 0 where both diverged."""
-    pairs = {seed: (loss, baseline.losses[seed]) for seed, loss in arm.losses.items() if seed in baseline.losses}
-    return {seed: 0.0 if ours == theirs else ours - theirs for seed, (ours, theirs) in pairs.items()}
-
-
-def _p_value(plan: Plan, differences: Mapping[int, float]) -> float:
-    """Of the paired t-test, and of the signed-rank test where a run diverged; 1 while runs of the plan are missing."""
-    values = list(differences.values())
-    if len(values) < len(plan.seeds):
-        return 1.0
-    return float(paired(values).p) if all(map(math.isfinite, values)) else signed_rank(values)
-
-
-def _compare(
-    plan: Plan,
-    arm: ArmRuns,
-    baseline: ArmRuns,
-    differences: Mapping[int, float],
-    p: float,
-    level: float,
-    task: str | None,
-) -> Comparison:
-    values = np.array(list(differences.values()))
-    finite = values[np.isfinite(values)]
-    test = paired(finite) if len(finite) > 1 else None
-    margin = plan.margin * (1.0 if task else baseline.loss or 0.0)  # of all answers, or of the loss
-    missing = tuple(seed for seed in plan.seeds if seed not in differences)
-    verdict = Verdict.undecided
-    if not missing and len(finite) < len(values):  # an infinite difference has no mean: its rank decides
-        if p <= level:
-            verdict = Verdict.worse if np.sum(np.sign(values)) > 0 else Verdict.better
-    elif not missing and test:
-        verdict = judge(test.interval(level), margin)
-    more = None
-    if verdict is Verdict.undecided and test and not missing and len(finite) == len(values):
-        needed = seeds_to_decide(test, margin, level)
-        more = None if needed is None else needed - test.n
-    pairs = pairs_of(arm.runs, baseline.runs)
-    return Comparison(
-        arm=arm,
-        baseline=baseline,
-        differences=differences,
-        missing=missing,
-        test=test,
-        p=p,
-        p_sign_flip=sign_flip(finite) if len(finite) > 1 and len(finite) == len(values) else None,
-        level=level,
-        margin=margin,
-        verdict=verdict,
-        more=more,
-        time=_reading([_at_equal_cost(*pair, "throughput/step_ms") for pair in pairs.values()]),
-        flops=_reading([_at_equal_cost(*pair, "flops_per_token") for pair in pairs.values()]),
-    )
-
-
-def _at_equal_cost(run: Run, other: Run, cost: str) -> float | None:
-    """The difference of two runs' losses at the largest cost that both have paid; None where one is unknown.
-
-    cost  of a step: milliseconds, by the median of each run, or operations per token, of which steps have equally many
-    """
-    ours, theirs = (one.median(cost) if "/" in cost else number(one.summary.get(cost)) for one in (run, other))
-    if not ours or not theirs or not all(math.isfinite(result(one) or math.inf) for one in (run, other)):
-        return None
-    paid = min(ours * run.step, theirs * other.step)
-    gap = loss_at(run, paid / ours) - loss_at(other, paid / theirs)
-    return gap if math.isfinite(gap) else None
-
-
-def loss_at(run: Run, step: float) -> float:
-    """The validation loss after a number of steps, on a straight line between two evaluations."""
-    steps, values = run.series(LOSS)
-    return float(np.interp(step, steps, values)) if len(steps) else math.nan
-
-
-def _reading(differences: Sequence[float | None]) -> Reading | None:
-    complete = [difference for difference in differences if difference is not None]
-    if len(complete) < 2 or len(complete) < len(differences):
-        return None
-    test = paired(complete)
-    return Reading(float(test.mean), test.interval(ALPHA))
+    return ArmRuns(arm, trained, results, tried, seeds[0].lr)
 
 
 def difference_curves(comparison: Comparison) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The steps at which every pair was evaluated, and the differences of the validation losses (seeds, steps)."""
-    curves: list[Series] = []
-    for run, other in pairs_of(comparison.arm.runs, comparison.baseline.runs).values():
-        curve = difference(run, other, LOSS)
-        if len(curve.steps):
-            curves.append(curve)
-    steps = curves[0].steps if curves else np.zeros(0, np.int64)
-    for curve in curves[1:]:
-        steps = np.intersect1d(steps, curve.steps)
-    values = [curve.values[np.isin(curve.steps, steps)] for curve in curves]
-    return steps, np.array(values).reshape(len(curves), len(steps))
+    pairs = pairs_of(comparison.arm.runs, comparison.baseline.runs).values()
+    curves = [curve for pair in pairs if len((curve := difference(*pair, LOSS)).steps)]
+    if not curves:
+        return np.zeros(0, np.int64), np.zeros((0, 0))
+    steps = reduce(np.intersect1d, [curve.steps for curve in curves])
+    return steps, np.array([curve.values[np.isin(curve.steps, steps)] for curve in curves])
 
 
 class SizeDifference(NamedTuple):
@@ -336,7 +276,7 @@ def differences_by_size(arena: Arena, arm: str) -> list[SizeDifference]:
         if name != arm or run is None or other is None:
             continue
         ours, theirs = result(run), result(other)
-        flops, tokens = (number(run.summary.get(key)) for key in ("flops_per_token", "tokens"))
+        flops, tokens = run.median("flops_per_token"), run.median("tokens")
         if ours is None or theirs is None or not math.isfinite(ours + theirs) or not flops or not tokens:
             continue
         at_size = sizes.setdefault(size, SizeDifference(size, flops * tokens, {}))
@@ -355,48 +295,37 @@ def slope(sizes: Sequence[SizeDifference]) -> Paired | None:
 
 
 class Race(NamedTuple):
-    """The cost with which an arm reaches the baseline's final loss at the same seed.
+    """How an arm reaches the baseline's final loss at the same seed.
 
-    reached          seeds that do, of `pairs`
-    tokens, seconds  means over these seeds; seconds of training alone
-    less             the baseline's tokens over the arm's, and its seconds over the arm's: geometric means. None unless
-                     all seeds reach the loss, as the others would have cost more
+    reached  seeds that do, of `pairs`
+    less     the baseline's tokens over the arm's, and its seconds of training over the arm's: geometric means. None
+             unless all seeds reach the loss, as the others would have cost more
     """
 
     reached: int
     pairs: int
-    tokens: float
-    seconds: float
     less: tuple[float, float] | None
 
 
-def race(arm: ArmRuns, baseline: ArmRuns) -> Race | None:
-    """None where no seed reaches the loss, or nothing is known of the steps' time."""
-    costs, pairs = [], pairs_of(arm.runs, baseline.runs)
+def race(arm: ArmRuns, baseline: ArmRuns) -> Race:
+    """The cost with which an arm reaches the baseline's final loss, of the pairs whose steps' times are known."""
+    ratios, pairs = [], pairs_of(arm.runs, baseline.runs)
     for run, other in pairs.values():
-        target, milliseconds = result(other), [one.median("throughput/step_ms") for one in (run, other)]
+        target, (ours, theirs) = result(other), (one.median("throughput/step_ms") for one in (run, other))
         step = None if target is None else step_to(run, target)
-        tokens = number(run.summary.get("tokens"))
-        if step and tokens and all(milliseconds):
-            ours, theirs = (float(ms or 0) / 1e3 for ms in milliseconds)
-            per_step = tokens / run.step
-            costs.append((step * per_step, step * ours, other.step / step, other.step * theirs / (step * ours)))
-    if not costs:
-        return None
-    tokens_to, seconds, *less = zip(*costs, strict=True)
-    fewer, faster = map(statistics.geometric_mean, less)
-    ratios = (fewer, faster) if len(costs) == len(pairs) else None
-    return Race(len(costs), len(pairs), statistics.fmean(tokens_to), statistics.fmean(seconds), ratios)
+        if step and ours and theirs:
+            ratios.append((other.step / step, other.step * theirs / (step * ours)))
+    if not ratios or len(ratios) < len(pairs):
+        return Race(len(ratios), len(pairs), None)
+    fewer, faster = map(statistics.geometric_mean, zip(*ratios, strict=True))
+    return Race(len(ratios), len(pairs), (fewer, faster))
 
 
 def step_to(run: Run, target: float) -> float | None:
     """The first step with a validation loss of at most the target, on straight lines between two evaluations."""
     steps, values = run.series(LOSS)
-    below = np.flatnonzero(np.asarray(values) <= target)
+    below = np.flatnonzero(values <= target)
     if not len(below):
         return None
-    first = int(below[0])
-    if first == 0:
-        return float(steps[0])
-    (before, after), (high, low) = steps[first - 1 : first + 1], values[first - 1 : first + 1]
-    return float(after - (after - before) * (target - low) / (high - low))
+    around = slice(max(0, below[0] - 1), below[0] + 1)
+    return float(np.interp(target, values[around][::-1], steps[around][::-1]))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 
 from recipe.compare.arena_results import Arena, ArmRuns, Comparison, differences_by_size, race, slope
 from recipe.compare.costs import attention_alone, median_of
 from recipe.compare.statistics import ALPHA, POWER, Paired, paired
-from recipe.compare.tables import DASH, EQUAL, Table, bounds, count, loss, memory, signed, table
+from recipe.compare.tables import COUNT, DASH, EQUAL, LOSS, Table, bounds, memory, shown, signed, speed, table
 from recipe.wording import percent
 
 PROBE = "probe/"
@@ -20,7 +19,9 @@ def verdict_table(arena: Arena) -> Table:
     rows = [[arena.baseline.name, "baseline", *_of_arm(arena.baseline), *[DASH] * 6]]
     for comparison in arena.comparisons:
         test = comparison.test
-        share = "" if not comparison.share else f" ({100 * comparison.share:+.2f} %)"
+        loss, share = arena.baseline.loss or 0.0, ""
+        if test and loss > abs(test.mean) > 0:
+            share = f" ({100 * test.mean / loss:+.2f} %)"
         missing = f", {len(comparison.missing)} missing" if comparison.missing else ""
         seeds, rate, mean = _of_arm(comparison.arm)
         rows.append(
@@ -34,11 +35,12 @@ def verdict_table(arena: Arena) -> Table:
                 bounds(test.interval(ALPHA) if test else None),
                 bounds(comparison.interval),
                 f"{comparison.p:.2g}" if test else DASH,
-                DASH if comparison.p_sign_flip is None else f"{comparison.p_sign_flip:.2g}",
+                shown(comparison.p_sign_flip, "{:.2g}"),
                 str(comparison.more or DASH),
             ]
         )
-    columns = ["arm", "verdict", "seeds", "learning rate", arena.quantity, "difference", "95 % interval", "judged by"]
+    judged = "wrong answers" if arena.task else "val loss"
+    columns = ["arm", "verdict", "seeds", "learning rate", judged, "difference", "95 % interval", "judged by"]
     columns += ["p (t)", "p (signs)", "seeds to add"]
     caption = (
         "Means with their deviation over the seeds; differences are paired by seed. The verdict follows "
@@ -62,26 +64,25 @@ def _of_arm(arm: ArmRuns) -> list[str]:
     finite = [value for value in arm.losses.values() if math.isfinite(value)]
     spread = f" ± {statistics.stdev(finite):.4f}" if len(finite) > 1 else ""
     seeds = f"{len(arm.losses)}" + (f", {len(arm.diverged)} diverged" if arm.diverged else "")
-    return [seeds, DASH if arm.lr is None else f"{arm.lr:g}", loss(arm.loss) + spread]
+    return [seeds, shown(arm.lr, "{:g}"), shown(arm.loss, LOSS) + spread]
 
 
 def cost_table(arena: Arena) -> Table:
     """The cost of each arm, and its difference to the baseline at equal tokens, time and operations."""
-    rows = []
-    by_arm = {comparison.arm.name: comparison for comparison in arena.comparisons}
+    rows, by_arm = [], {comparison.arm.name: comparison for comparison in arena.comparisons}
     for name, arm in arena.arms.items():
-        one = by_arm.get(name)
+        runs, one = list(arm.runs.values()), by_arm.get(name)
         rows.append(
             [
                 name,
-                count(arm.recorded("parameters")),
-                _speed(arm),
-                _milliseconds(arm.recorded("attention_ms")),
-                memory(median_of(run.peak() for run in arm.runs.values())),
-                DASH if not (flops := arm.recorded("flops_per_token")) else f"{flops:.3g}",
-                DASH if one is None or one.test is None else plus_minus(one.test.mean, one.test.interval(ALPHA)),
-                DASH if one is None or one.time is None else plus_minus(*one.time),
-                DASH if one is None or one.flops is None else plus_minus(*one.flops),
+                shown(median_of(run.median("parameters") for run in runs), COUNT),
+                speed(runs),
+                shown(median_of(run.median("attention_ms") for run in runs), "{:.3g} ms"),
+                memory(median_of(run.peak() for run in runs)),
+                shown(median_of(run.median("flops_per_token") for run in runs), "{:.3g}"),
+                bounds_of(one and one.test),
+                bounds_of(one and one.at_equal("throughput/step_ms")),
+                bounds_of(one and one.at_equal("flops_per_token")),
             ]
         )
     layer = " (one layer)" if attention_alone(list(arena.runs.values())) else ""
@@ -95,43 +96,18 @@ def cost_table(arena: Arena) -> Table:
 
 
 def race_table(arena: Arena) -> Table:
-    """The cost with which each arm reaches the baseline's final loss."""
+    """How often each arm reaches the baseline's final loss, and for how much less."""
     rows = []
     for name, arm in arena.arms.items():
-        times = race(arm, arena.baseline)
-        if times is None:
-            rows.append([name, "0", *[DASH] * 4])
-            continue
-        fewer, faster = (f"{ratio:.2f}" for ratio in times.less) if times.less else (DASH, DASH)
-        rows.append(
-            [name, f"{times.reached} of {times.pairs}", count(times.tokens), fewer, f"{times.seconds:.1f} s", faster]
-        )
-    columns = ["arm", "seeds that reach it", "tokens", "times fewer tokens", "time of training", "times faster"]
+        reached, pairs, less = race(arm, arena.baseline)
+        rows.append([name, f"{reached} of {pairs}", *(shown(ratio, "{:.2f}") for ratio in less or (None, None))])
+    columns = ["arm", "seeds that reach it", "times fewer tokens", "times faster"]
     caption = (
         "Seed by seed: the baseline's final validation loss is the target, and an arm's curve is read where it first "
-        "reaches it, on straight lines between evaluations. Tokens and times are means over the seeds that reach it; "
-        "there is no ratio unless all do. Time is that of the steps, without evaluations and compilation. "
-        "training.target_loss ends a run there."
+        "reaches it. There is no ratio unless all seeds do. Time is that of the steps, without evaluations and "
+        "compilation. training.target_loss ends a run there."
     )
     return table("race", "To the baseline's loss", columns, rows, caption)
-
-
-def plus_minus(mean: float, interval: tuple[float, float]) -> str:
-    """A difference with half of its interval: "-0.1018 ± 0.0070"."""
-    half = interval[1] - mean
-    return f"{signed(mean)} ± {half:.4f}" if half or mean else "0"
-
-
-def _speed(arm: ArmRuns) -> str:
-    speeds = arm.over_seeds("throughput/tokens_per_s")
-    if not speeds:
-        return DASH
-    spread = f" ± {count(statistics.stdev(speeds))}" if len(speeds) > 1 else ""
-    return f"{count(statistics.median(speeds))}{spread}"
-
-
-def _milliseconds(value: float | None) -> str:
-    return DASH if value is None else f"{value:.3g} ms"
 
 
 def lr_table(arena: Arena) -> Table | None:
@@ -139,11 +115,12 @@ def lr_table(arena: Arena) -> Table | None:
     rows = []
     for arm in arena.arms.values():
         for tried in arm.tried:
-            chosen = "chosen" if tried.lr == arm.lr else DASH
+            edge = ", at the edge" if tried in (arm.tried[0], arm.tried[-1]) else ""
             mean = DASH if not tried.losses else "diverged" if math.isinf(tried.mean) else f"{tried.mean:.4f}"
-            rows.append([arm.name, f"{tried.lr:g}", str(len(tried.losses)), mean, chosen])
+            choice = f"chosen{edge}" if tried.lr == arm.lr else DASH
+            rows.append([arm.name, f"{tried.lr:g}", str(len(tried.losses)), mean, choice])
     columns = ["arm", "learning rate", "seeds", "val loss", "choice"]
-    caption = "Tried on separate seeds, on which no arm is judged."
+    caption = "Tried on separate seeds, on which no arm is judged. At the edge: a wider arena.lr may find a better one."
     return table("lr-sweep", "Learning rates", columns, rows, caption) if rows else None
 
 
@@ -177,7 +154,11 @@ def _finals(arm: ArmRuns, metric: str) -> dict[int, float]:
 
 
 def bounds_of(test: Paired | None) -> str:
-    return DASH if test is None else plus_minus(test.mean, test.interval(ALPHA))
+    """A difference with half of its 95 % interval: "-0.1018 ± 0.0070"."""
+    if test is None:
+        return DASH
+    half = test.interval(ALPHA)[1] - test.mean
+    return f"{signed(test.mean)} ± {half:.4f}" if half or test.mean else "0"
 
 
 def size_table(arena: Arena) -> Table | None:
@@ -204,15 +185,10 @@ def plan_table(arena: Arena) -> Table:
     """The plan as it was written before the first run."""
     plan = arena.plan
     looks = [f"{look.seeds} seeds ({look.planned[:16].replace('T', ' ')} UTC)" for look in plan.looks]
-    rates: Sequence[str] = [f"{arm}: {', '.join(f'{lr:g}' for lr in rates)}" for arm, rates in plan.lr.items() if rates]
     rows = [
-        ["baseline", plan.baseline],
         *[[f"arm {arm}", " ".join(overrides) or "(no overrides)"] for arm, overrides in plan.arms.items()],
         ["all arms", " ".join(plan.common)],
-        ["learning rates", "; ".join(rates) or "each arm's"],
-        ["seeds of that sweep", str(plan.lr_seeds) if plan.lr_runs() else DASH],
-        ["looks", "; ".join(looks)],
-        ["planned looks", str(plan.planned_looks)],
+        ["looks", f"{'; '.join(looks)}, of {plan.planned_looks} planned"],
         ["margin", f"{percent(plan.margin)} of the baseline's loss"],
         ["commit", (plan.commit or DASH)[:7]],
     ]

@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recipe.compare.runs import Run, number
+from recipe.compare.runs import Run
 from recipe.compare.statistics import ALPHA, paired
 from recipe.compare.sweeps import Cell, Sweep, equal_to_the_bit, pairs_of
+
+SPEED = "throughput/tokens_per_s"
 
 
 class Loss(NamedTuple):
@@ -23,91 +25,66 @@ class Loss(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Tokens per second: the median, and the range of most logged steps of all runs (the tenth and ninetieth percentile
-    of each run's latter half)."""
+    """Tokens per second: the median, and the range of most logged steps (the tenth and ninetieth percentile of the
+    latter halves of the runs)."""
 
     median: float
     low: float
     high: float
 
-    def above(self, other: Speed) -> bool:
-        """Whether all of the range lies above another, so that the difference is no chance."""
-        return self.low > other.high
-
 
 class Point(NamedTuple):
-    """One implementation in one cell: losses over its seeds, and medians of its costs. None where not measured."""
+    """One implementation in one cell: its runs, one a seed, and its place on the sweep's axis."""
 
     label: str
     cell: Cell
     position: int
     runs: tuple[Run, ...]
-    out_of_memory: bool
-    tokens_per_s: float | None
-    step_ms: float | None
-    mfu: float | None
-    memory_gib: float | None
-    speed: Speed | None
-    train_loss: Loss | None
-    val_loss: Loss | None
-    tokens: float | None
-    trained: bool  # at least one run took a step; runs killed before that show nothing
+
+    @property
+    def measured(self) -> list[Run]:
+        """The runs that did not run out of memory."""
+        return [run for run in self.runs if not run.out_of_memory]
+
+    @property
+    def metric(self) -> str:
+        """The loss that was measured: the validation loss, else the training loss."""
+        return "train/loss" if self.loss_of("val/loss") is None else "val/loss"
 
     @property
     def loss(self) -> Loss | None:
-        """The final validation loss, else the training loss; None where a run was cut short or it is not finite."""
-        loss = self.train_loss if self.val_loss is None else self.val_loss
-        whole = all(run.status == "completed" for run in self.runs)
-        return loss if whole and loss is not None and math.isfinite(loss.mean) else None
+        """Its final `metric`; None where a run was cut short or the loss is not finite."""
+        loss = self.loss_of(self.metric)
+        completed = all(run.status == "completed" for run in self.runs)
+        return loss if completed and loss is not None and math.isfinite(loss.mean) else None
 
+    def loss_of(self, metric: str) -> Loss | None:
+        """The final losses of the seeds as one; None where no run measured it."""
+        losses = [loss for run in self.measured if (loss := run.final(metric)) is not None]
+        if not losses:
+            return None
+        mean = statistics.fmean(losses)
+        deviation = statistics.stdev(losses) if len(losses) > 1 and math.isfinite(mean) else None
+        return Loss(mean, deviation, len(losses))
 
-class Crossover(NamedTuple):
-    """The length from which on an implementation is faster than the reference at every measured length.
+    def median(self, metric: str) -> float | None:
+        """The median of the runs' medians."""
+        return median_of(run.median(metric) for run in self.measured)
 
-    seq_len  interpolated between the measured lengths around it; None where there is none
-    first    the measured length from which on it is faster; None where it is not measurably faster at the longest
-    """
-
-    label: str
-    seq_len: float | None
-    first: int | None
+    @property
+    def memory_gib(self) -> float | None:
+        """The median of the runs' peaks."""
+        return median_of(run.peak() for run in self.measured)
 
 
 def points(sweep: Sweep) -> dict[str, list[Point]]:
     """The measurements of each label, cell by cell."""
-    every = [_point(label, cell, sweep) for cell in sweep.cells for label in cell.labels()]
+    every = [
+        Point(label, cell, sweep.position(cell), tuple(cell.of(label).values()))
+        for cell in sweep.cells
+        for label in cell.labels()
+    ]
     return {label: [point for point in every if point.label == label] for label in sweep.labels()}
-
-
-def _point(label: str, cell: Cell, sweep: Sweep) -> Point:
-    runs = tuple(cell.of(label).values())
-    done = [run for run in runs if not run.out_of_memory]
-    return Point(
-        label=label,
-        cell=cell,
-        position=sweep.position(cell),
-        runs=runs,
-        out_of_memory=not done,
-        trained=any(run.trained for run in runs),
-        tokens_per_s=median_of(run.median("throughput/tokens_per_s") for run in done),
-        step_ms=median_of(run.median("throughput/step_ms") for run in done),
-        mfu=median_of(run.median("throughput/mfu_causal") for run in done),
-        memory_gib=median_of(run.peak() for run in done),
-        speed=speed_of(done),
-        train_loss=loss_of(run.final("train/loss") for run in done),
-        val_loss=loss_of(run.final("val/loss") for run in done),
-        tokens=median_of(number(run.summary.get("tokens")) for run in done),
-    )
-
-
-def loss_of(losses: Iterable[float | None]) -> Loss | None:
-    """The known losses of several seeds as one; None without any."""
-    measured = [loss for loss in losses if loss is not None]
-    if not measured:
-        return None
-    mean = statistics.fmean(measured)
-    deviation = statistics.stdev(measured) if len(measured) > 1 and math.isfinite(mean) else None
-    return Loss(mean, deviation, len(measured))
 
 
 def speed_of(runs: Sequence[Run]) -> Speed | None:
@@ -115,21 +92,12 @@ def speed_of(runs: Sequence[Run]) -> Speed | None:
 
     None where no run recorded it, and for a single run on a CPU, which other work of the machine may slow down by half.
     """
-    measured = [run for run in runs if run.median("throughput/tokens_per_s")]
-    if not measured or (len(measured) < 2 and measured[0].recorded("device").get("type") == "cpu"):
+    medians = [median for run in runs if (median := run.median(SPEED))]
+    if not medians or (len(medians) < 2 and runs[0].recorded("device").get("type") == "cpu"):
         return None
-    medians = [run.median("throughput/tokens_per_s") or 0.0 for run in measured]
-    ends = [end for run, median in zip(measured, medians, strict=True) for end in _most_steps(run, median)]
-    return Speed(statistics.median(medians), min(ends), max(ends))
-
-
-def _most_steps(run: Run, median: float) -> tuple[float, float]:
-    """The range of most logged steps of a run, which holds its median."""
-    values = run.series("throughput/tokens_per_s").finite().values
-    if not len(values):
-        return median, median
-    low, high = np.percentile(values[len(values) // 2 :], (10, 90))
-    return min(float(low), median), max(float(high), median)
+    logged = [run.series(SPEED).finite().values for run in runs]
+    low, high = np.percentile(np.concatenate([medians, *(values[len(values) // 2 :] for values in logged)]), (10, 90))
+    return Speed(statistics.median(medians), float(low), float(high))
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
@@ -143,41 +111,43 @@ def attention_alone(runs: Iterable[Run]) -> bool:
     return any(run.summary.get("memory_source") == "attention" for run in runs)
 
 
-def crossovers(sweep: Sweep, reference: str = "naive") -> list[Crossover]:
-    """The length from which on each implementation is faster than `reference`, for those with lengths in common."""
+def crossovers(sweep: Sweep, reference: str = "naive") -> dict[str, float | None]:
+    """The length from which on each implementation is faster than `reference`, for those with lengths in common.
+
+    Interpolated between the measured lengths around it, or the first; None where it is not measurably faster at the
+    longest.
+    """
     speeds = {
-        label: {point.position: point.speed for point in series if point.speed}
+        label: {point.position: speed for point in series if (speed := speed_of(point.measured))}
         for label, series in points(sweep).items()
     }
-    theirs = speeds.get(reference, {})
-    crossovers = []
+    theirs, found = speeds.pop(reference, {}), dict[str, float | None]()
     for label, ours in speeds.items():
         shared = sorted(ours.keys() & theirs.keys())
-        if label == reference or not shared:
+        if not shared:
             continue
         gains = [math.log(ours[T].median / theirs[T].median) for T in shared]
-        faster = ours[shared[-1]].above(theirs[shared[-1]])
-        lasting = next((n for n in range(len(gains)) if faster and min(gains[n:]) > 0), None)
-        length = None
-        if lasting:  # straight lines in the logarithms of time and length
-            (T0, T1), (g0, g1) = map(math.log, shared[lasting - 1 : lasting + 1]), gains[lasting - 1 : lasting + 1]
-            length = math.exp(T0 + (T1 - T0) * -g0 / (g1 - g0))
-        first = None if lasting is None else shared[lasting]
-        crossovers.append(Crossover(label, length, first))
-    return crossovers
+        behind = max((n for n, gain in enumerate(gains) if gain <= 0), default=None)
+        if ours[shared[-1]].low <= theirs[shared[-1]].high:
+            found[label] = None
+        elif behind is None:
+            found[label] = float(shared[0])
+        else:  # straight lines in the logarithms of time and length
+            around = slice(behind, behind + 2)
+            found[label] = math.exp(np.interp(0, gains[around], np.log(shared[around])))
+    return found
 
 
 def same_tokens(sweep: Sweep) -> bool:
     """Whether runs of several lengths were trained on equally many tokens, so that their losses compare contexts."""
-    trained = [point for of_label in points(sweep).values() for point in of_label if point.val_loss is not None]
-    totals = [point.tokens or 0.0 for point in trained]
+    trained = [point for of_label in points(sweep).values() for point in of_label if point.metric == "val/loss"]
+    totals = [point.median("tokens") or 0.0 for point in trained]
     return sweep.axis == "seq_len" and len({p.position for p in trained}) > 1 and 0 < max(totals) <= 1.02 * min(totals)
 
 
 class Ranked(NamedTuple):
     """A setting or implementation with a loss.
 
-    kind        of the loss: validation or training
     seeds       that it and the lowest share
     difference  its loss less the lowest's: the mean over these seeds
     interval    of the difference, which holds for all pairs of a sweep together; None with fewer than two seeds
@@ -186,7 +156,6 @@ class Ranked(NamedTuple):
 
     name: str
     point: Point
-    kind: str
     seeds: int
     difference: float
     interval: tuple[float, float] | None
@@ -213,19 +182,15 @@ def ranking(sweep: Sweep) -> list[Ranked]:
 
 
 def _ranked(point: Point, lowest: Point, level: float, several: bool) -> Ranked:
-    kind = "training" if lowest.val_loss is None else "validation"
-    metric = "train/loss" if lowest.val_loss is None else "val/loss"
-    pairs = pairs_of({run.seed: run for run in point.runs}, {run.seed: run for run in lowest.runs})
-    losses = [(run.final(metric), other.final(metric)) for run, other in pairs.values()]
+    pairs = pairs_of(point.cell.of(point.label), lowest.cell.of(lowest.label))
+    losses = [(run.final(lowest.metric), other.final(lowest.metric)) for run, other in pairs.values()]
     gaps = [ours - theirs for ours, theirs in losses if ours is not None and theirs is not None]
     mean = (point.loss.mean if point.loss else math.nan) - (lowest.loss.mean if lowest.loss else math.nan)
     test = paired(gaps) if len(gaps) > 1 else None
     where = ", ".join(point.cell.where)
-    name = f"{point.label}, {where}" if several and where else where or point.label
     return Ranked(
-        name=name,
+        name=f"{point.label}, {where}" if several and where else where or point.label,
         point=point,
-        kind=kind,
         seeds=len(gaps) or 1,
         difference=float(test.mean) if test else mean,
         interval=test.interval(level) if test else None,

@@ -1,6 +1,6 @@
 """The headline of a sweep: the verdict on its implementations, the lowest loss, or the lengths that were reached.
 
-And notes on its runs: where they lie, how they ended, which commit and machine they ran on.
+And notes on its runs: which commit and machine they ran on, and why they failed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from data.errors import first_few
 from recipe.compare.costs import Ranked, crossovers, points, ranking, same_tokens
 from recipe.compare.labels import places
-from recipe.compare.runs import UNKNOWN, Run, RunSet
+from recipe.compare.runs import UNKNOWN, RunSet
 from recipe.compare.sweeps import Sweep
 from recipe.compare.tables import over_seeds, to_lowest
 from recipe.compare.verdict import Outcome, Verdict, outcome_of
@@ -68,17 +68,19 @@ def parity_headline(verdicts: Sequence[Verdict]) -> Headline:
 
 def _lengths(sweep: Sweep, reference: str) -> str:
     """The longest sequence that fits, where one did not, else the length from which on the reference is overtaken."""
-    fits = {label: max((p.position for p in its if p.trained), default=0) for label, its in points(sweep).items()}
+    fits = {
+        label: max((p.position for p in its if any(run.trained for run in p.runs)), default=0)
+        for label, its in points(sweep).items()
+    }
     if any(run.out_of_memory for run in sweep.runs):
         best = max(fits.values())
         names = listed([label for label, longest in fits.items() if longest == best])
         return f"The longest sequence that fits: {best:,} tokens, with {names}" if best else "Nothing fits the memory"
     found = crossovers(sweep, reference)
-    ahead = [crossing for crossing in found if crossing.first]
+    ahead = {label: length for label, length in found.items() if length}
     if ahead:
-        soonest = min(ahead, key=lambda crossing: crossing.seq_len or 0)
-        where = f"at about {soonest.seq_len:,.0f}" if soonest.seq_len else f"from the first length, {soonest.first:,}"
-        return f"{soonest.label} overtakes {reference} {where} tokens"
+        soonest = min(ahead, key=ahead.__getitem__)
+        return f"{soonest} is faster than {reference} from about {ahead[soonest]:,.0f} tokens on"
     if found:
         return f"Nothing overtakes {reference} for good up to {max(fits.values()):,} tokens"
     return "Speed and memory over the sequence length"
@@ -90,20 +92,19 @@ def _lowest(ranked: Sequence[Ranked]) -> Headline | None:
         return None
     first, *rest = ranked
     others = [one for one in rest if one.point.cell is not first.point.cell] or rest
-    loss = first.point.loss
+    kind = {"val/loss": "validation", "train/loss": "training"}[first.point.metric]
     seeds = min(one.seeds for one in (first, *others))
     of_seeds = f" ({seeds} seeds)" if seeds > 1 else " (one seed each)" if others else " (one seed)"
     if not others:
-        return Headline(f"{first.name}: {first.kind} loss {over_seeds(loss)}{of_seeds}", "none")
+        return Headline(f"{first.name}: {kind} loss {over_seeds(first.point.loss)}{of_seeds}", "none")
     if all(one.equal for one in others):
         equal = listed([first.name, *(one.name for one in others)])
         return Headline(f"{equal} are equal bit for bit{of_seeds}", "none")
-    second = others[0]
-    by = f"; {second.name} {to_lowest(second)}" if len(others) == 1 and second.interval else ""
+    by = f"; {others[0].name} {to_lowest(others[0])}" if len(others) == 1 and others[0].interval else ""
     if all(one.higher for one in others):
-        return Headline(f"The lowest {first.kind} loss: {first.name}{of_seeds}{by}", "none")
+        return Headline(f"The lowest {kind} loss: {first.name}{of_seeds}{by}", "none")
     near = first_few([first.name, *(one.name for one in others if not one.higher)])
-    return Headline(f"The lowest {first.kind} loss is undecided: {near}{of_seeds}{by}", "open")
+    return Headline(f"The lowest {kind} loss is undecided: {near}{of_seeds}{by}", "open")
 
 
 def _no_result(sweep: Sweep) -> Headline:
@@ -111,35 +112,16 @@ def _no_result(sweep: Sweep) -> Headline:
     return Headline(f"No run has completed with a loss ({listed(ends)})", "broken")
 
 
-def ending(run: Run) -> str | None:
-    """The end of a run that did not complete, in a sentence."""
-    if run.status == "unfinished":
-        return f"{run.called} wrote no summary: it is still running, or was killed after step {run.step:,}."
-    if run.status == "interrupted":
-        return f"{run.called} was interrupted after {run.step:,} of {run.summary.get('steps', '?')} steps."
-    if run.status != "failed":
-        return None
-    if run.ablated and (step := run.diverged()) is not None:  # train.py's advice is for runs that should have trained
-        cause = f"attention.ablate={run.option('attention.ablate')}"
-        return f"{run.called} was not finite at step {step:,}, which is the result of {cause}."
-    message = f": {run.summary['message']}".rstrip(" .") if run.summary.get("message") else ""
-    return f"{run.called} failed after step {run.step:,}{message}."
-
-
 def notes_on(run_set: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
-    """Notes on the runs: where they lie, how they ended, which commit and machine they ran on."""
+    """Notes on the runs: in what they differ, which commit and machine they ran on, and why they failed."""
     runs, notes = run_set.runs, list(run_set.notes)
     if len(sweeps) > 1:
         settings = [setting for place in places([sweep.runs for sweep in sweeps]) for setting in place]
         names = dict.fromkeys(setting.partition("=")[0] for setting in settings)
         differences = first_few(list(names)) or "settings that change how they train"
         notes.insert(0, f"The runs differ in {differences}, so they are not all compared with each other.")
-    for outcome, named in {
-        "ran out of memory, which is a result too": [run.called for run in runs if run.out_of_memory],
-        "came from a tree with uncommitted changes": [run.called for run in runs if run.commit.endswith("+")],
-    }.items():
-        if named:
-            notes.append(f"{len(named)} run{'s' if len(named) > 1 else ''} {outcome} ({first_few(named)}).")
+    if changed := [run.called for run in runs if run.commit.endswith("+")]:
+        notes.append(f"Runs from a tree with uncommitted changes: {first_few(changed)}.")
     for origin, values in {
         "commits": {run.commit.rstrip("+") for run in runs},
         "uncommitted changes": {run.changes for run in runs},
@@ -150,11 +132,11 @@ def notes_on(run_set: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
             notes.append(f"The runs come from different {origin}: {', '.join(known)}.")
     for run in runs:
         notes += [f"{run.called}: {note}" for note in run.notes]
-        probed, whole = run.recorded("parity").get("tokens"), (run.sequences, run.seq_len)
-        if isinstance(probed, list) and math.prod(probed) < math.prod(whole):  # older runs wrote text
-            notes.append(
-                f"{run.called}: the probe compared {probed[0]} x {probed[1]} of {whole[0]} x {whole[1]} tokens, "
-                "because the reference's scores of all did not fit in memory."
-            )
-        notes += [sentence] if (sentence := ending(run)) else []
+        probed, micro_batch = run.recorded("parity").get("tokens"), (run.sequences, run.seq_len)
+        if isinstance(probed, list) and math.prod(probed) < math.prod(micro_batch):  # older runs wrote text
+            of = f"{micro_batch[0]} x {micro_batch[1]}"
+            notes.append(f"{run.called}: the probe compared {probed[0]} x {probed[1]} of {of} tokens.")
+        # train.py's advice is for runs that should have trained
+        if run.status == "failed" and run.summary.get("message") and not run.ablated:
+            notes.append(f"{run.called} failed: {run.summary['message']}".rstrip(" .") + ".")
     return notes

@@ -20,7 +20,6 @@ from recipe.compare.verdict import Outcome, Verdict, outcome_of
 from recipe.drawing import Chart, render_png, render_svg
 from recipe.files import number
 from recipe.training.parity import PARITY_MARGIN
-from recipe.wording import times
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -51,7 +50,7 @@ class Report(NamedTuple):
     headline: str
     tone: str
     outcome: Outcome | None  # the parity verdict, where implementations were compared
-    lines: tuple[tuple[str, str], ...]  # a label, and what was found, for the terminal
+    lines: tuple[tuple[str, str], ...]  # an arm, and what was found, for the terminal
     sections: tuple[Section, ...]
     notes: tuple[str, ...]
     runs: Table
@@ -84,7 +83,7 @@ def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report
         headline=spoken.text,
         tone=spoken.tone,
         outcome=outcome,
-        lines=tuple(lines_of(verdicts)),
+        lines=(),
         sections=sections,
         notes=tuple(notes_on(run_set, sweeps)),
         runs=run_table(runs, labels, where),
@@ -131,18 +130,6 @@ def _section(
         tuple(draw(chart, out) for chart in charts(sweep, verdicts_here, reference, prefix)),
         tuple(table for table in tables if table),
     )
-
-
-def lines_of(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
-    """The worst verdict on each implementation, in a few words."""
-    order = [Outcome.holds, Outcome.open, Outcome.broken]
-    worst: dict[str, Verdict] = {}
-    for verdict in sorted(verdicts, key=lambda v: (order.index(v.outcome), v.probe.ratio if v.probe else 0.0)):
-        worst[verdict.label] = verdict
-    return [
-        (label, verdict.outcome.value + (f", {times(verdict.probe.ratio)} the rounding" if verdict.probe else ""))
-        for label, verdict in worst.items()
-    ]
 
 
 def subtitle(runs: Sequence[Run]) -> str:
@@ -197,8 +184,6 @@ def sources_of(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
     of_text = [str(note).rstrip(".") for notes in listed for note in notes]
     return (
         ("Run folders", _all_of(str(run.folder.parent) for run in runs)),
-        ("Devices", _all_of(run.device for run in runs)),
-        ("Precision", _all_of(run.precision for run in runs)),
         *([("Kernels", _all_of(kernels))] if kernels else []),
         *([("Text", _all_of(of_text))] if of_text else []),
         ("Commits", _all_of(run.commit for run in runs)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from recipe.compare.runs import Run
-from recipe.drawing import COLOURS, Chart, height_for, label_axes, legend, render_png, styles
+from recipe.drawing import COLOURS, Chart, label_axes, legend, render_png, styles
 from recipe.files import number
 from recipe.wording import percent, short_length
 
@@ -32,33 +33,28 @@ def probe_charts(curves: Curves) -> list[Chart]:
     return [chart for chart in (*charts, _position_chart(curves)) if chart]
 
 
-def _heats(runs: Sequence[Run], name: str) -> list[Mapping[str, Any]]:
-    """The maps of a task that the runs recorded, without damaged ones."""
-    recorded = [run.recorded("probes").get(name) for run in runs]
-    return [d for d in recorded if isinstance(d, Mapping) and _fits(d)]
+def _sound(runs: Sequence[Run], name: str, result: str, *axes: str) -> list[dict[str, Any]]:
+    """What the runs recorded of a probe, with its `result` over its `axes` as arrays, NaN for null. A run whose record
+    is damaged is left out."""
+    found = []
+    for run in runs:
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
+            details = run.recorded("probes")[name]
+            arrays = {field: np.array(details[field], np.float64) for field in (result, *axes)}
+            shape = tuple(len(arrays[axis]) for axis in axes)
+            if all(shape) and arrays[result].shape == shape and not any(np.isinf(x).any() for x in arrays.values()):
+                found.append({**details, **arrays})
+    return found
 
 
-def _fits(details: Mapping[str, Any]) -> bool:
-    lengths: Any
-    distances: Any
-    lengths, distances, rows = (details.get(field) for field in ("lengths", "distances", "accuracy"))
-    return (
-        _numbers(lengths)
-        and _numbers(distances)
-        and isinstance(rows, list)
-        and len(rows) == len(lengths)
-        and all(isinstance(row, list) and len(row) == len(distances) for row in rows)
-        and all(value is None or number(value) is not None for row in rows for value in row)
-    )
-
-
-def _numbers(values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and all(number(value) is not None for value in values)
+def _mean(details: Sequence[Mapping[str, Any]], result: str, axis: str) -> Heat:
+    """The mean over the seeds, of those with the axis of the first."""
+    return np.mean([d[result] for d in details if np.array_equal(d[axis], details[0][axis])], 0)
 
 
 def _heat_chart(curves: Curves, name: str) -> Chart | None:
-    recorded = {label: _heats(runs, name) for label, runs in curves.items()}
-    maps = {label: _mean_map(details) for label, details in recorded.items() if details}
+    recorded = {label: _sound(runs, name, "accuracy", "lengths", "distances") for label, runs in curves.items()}
+    maps = {label: _mean(details, "accuracy", "lengths") for label, details in recorded.items() if details}
     if not maps:
         return None
     widest = max((d for details in recorded.values() for d in details), key=lambda d: len(d["lengths"]))
@@ -70,13 +66,6 @@ def _heat_chart(curves: Curves, name: str) -> Chart | None:
     draw = partial(draw_heat, maps=maps, lengths=widest["lengths"], distances=widest["distances"])
     height = 0.35 + sum(HEAD + ROW * len(heat) for heat in maps.values())
     return Chart(f"recall-{name}", f"Recall by length and distance: {name}", caption, draw, height)
-
-
-def _mean_map(details: Sequence[Mapping[str, Any]]) -> Heat:
-    """The mean over the seeds in each cell."""
-    alike = [d for d in details if d["lengths"] == details[0]["lengths"]]
-    cells = np.array([[[np.nan if a is None else a for a in row] for row in d["accuracy"]] for d in alike], np.float64)
-    return cells.mean(0)  # every seed is asked the same
 
 
 def draw_heat(figure: Figure, maps: Mapping[str, Heat], lengths: Sequence[int], distances: Sequence[int]) -> None:
@@ -107,33 +96,26 @@ def draw_heat(figure: Figure, maps: Mapping[str, Heat], lengths: Sequence[int], 
 
 
 def _position_chart(curves: Curves) -> Chart | None:
-    losses = {label: details for label, runs in curves.items() if (details := _losses(runs))}
+    recorded = {label: _sound(runs, POSITION_LOSS, "loss", "positions") for label, runs in curves.items()}
+    losses = {label: details for label, details in recorded.items() if details}
     if not losses:
         return None
     caption = (
         "The validation loss of a token by its position in the window, means over the seeds. A line that goes on "
         "falling gains from the context. The vertical line is the trained length."
     )
-    draw = partial(draw_positions, losses=losses)
-    return Chart("position-loss", "Loss by position", caption, draw, height_for(list(losses)))
-
-
-def _losses(runs: Sequence[Run]) -> list[Mapping[str, Any]]:
-    """The losses by position that the runs recorded, without damaged ones."""
-    recorded = [run.recorded("probes").get(POSITION_LOSS) for run in runs]
-    whole = [d for d in recorded if isinstance(d, Mapping) and _numbers(d.get("positions")) and _numbers(d.get("loss"))]
-    return [d for d in whole if len(d["positions"]) == len(d["loss"])]
+    return Chart("position-loss", "Loss by position", caption, partial(draw_positions, losses=losses))
 
 
 def draw_positions(figure: Figure, losses: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """A curve for each name over the position, which is logarithmic."""
     axes, looks = figure.add_subplot(), styles(list(losses))
     for name, details in losses.items():
-        positions = 1 + np.array(details[0]["positions"])
-        values = np.mean([d["loss"] for d in details if d["positions"] == details[0]["positions"]], 0)
-        axes.plot(positions, values, color=looks[name].colour, ls=looks[name].line, lw=1.8, label=name)
-    trained = number(next(iter(losses.values()))[0].get("trained"))
-    if trained:
+        values = _mean(details, "loss", "positions")
+        axes.plot(
+            1 + details[0]["positions"], values, color=looks[name].colour, ls=looks[name].line, lw=1.8, label=name
+        )
+    if trained := number(next(iter(losses.values()))[0].get("trained")):
         axes.axvline(trained, color=COLOURS["naive"], lw=1.2, zorder=1)
     label_axes(axes, "validation loss, nats per token", "position in the window")
     axes.set_xscale("log", base=2)

@@ -173,9 +173,10 @@ class Run:
         return not self.out_of_memory and (self.status == "completed" or self.step > 0)
 
     def median(self, metric: str) -> float | None:
-        """The run's median of a throughput metric: the summary's, else over the latter half of what was logged."""
+        """The run's median of a throughput metric: the summary's, else over the latter half of what was logged. Or a
+        number that the summary holds by this name, such as `tokens`."""
         values = self.series(metric).finite().values
-        recorded = number(self.recorded("median").get(metric))
+        recorded = number({**self.summary, **self.recorded("median")}.get(metric))
         return float(np.median(values[len(values) // 2 :])) if recorded is None and len(values) else recorded
 
     def peak(self, metric: str = "memory/peak_allocated_gib") -> float | None:

@@ -8,16 +8,28 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from recipe.compare.costs import Loss, Point, Ranked, attention_alone, by_loss, points, ranking
+from recipe.compare.costs import (
+    SPEED,
+    Loss,
+    Point,
+    Ranked,
+    attention_alone,
+    by_loss,
+    median_of,
+    points,
+    ranking,
+    speed_of,
+)
 from recipe.compare.parity import MEASURES
 from recipe.compare.runs import Run, number
 from recipe.compare.sweeps import Sweep
 from recipe.compare.verdict import Verdict
 from recipe.training.parity import PARITY_MARGIN
-from recipe.wording import duration, memory_unit, percent, size, times
+from recipe.wording import duration, percent, size, times
 
 DASH = "-"
 EQUAL = "equal bit for bit"
+LOSS, COUNT = "{:.4f}", "{:,.0f}"  # the forms of numbers
 CORPUS = "val/loss/"  # and a name: of several corpora
 Names = Mapping[str, str]
 
@@ -56,12 +68,12 @@ def cell_table(sweep: Sweep) -> Table | None:
             point.label if len(sweep.labels()) > 1 or len(sweep.cells) == 1 else DASH,
             _state(point),
             str(len(point.runs)),
-            over_seeds(point.train_loss),
-            over_seeds(point.val_loss),
+            over_seeds(point.loss_of("train/loss")),
+            over_seeds(point.loss_of("val/loss")),
             DASH if sweep.axis == "devices" else gaps.get((point.cell.where, point.label), DASH),
-            speed(point),
-            DASH if point.step_ms is None else f"{point.step_ms:.3g} ms",
-            DASH if point.mfu is None else f"{100 * point.mfu:.3g} %",
+            speed(point.measured),
+            shown(point.median("throughput/step_ms"), "{:.3g} ms"),
+            shown(point.median("throughput/mfu_causal"), "{:.3g} %", 100),
             memory(point.memory_gib),
         ]
         for point in (along if sweep.axis else by_loss(sweep))
@@ -71,7 +83,11 @@ def cell_table(sweep: Sweep) -> Table | None:
     columns += [f"memory{' (one layer)' if attention_alone(sweep.runs) else ''}"]
     title = f"By {sweep.axis}" if sweep.axis else f"By {'setting' if len(sweep.cells) > 1 else 'implementation'}"
     title += "" if sweep.axis else ", lowest loss first"
-    return table("cells", title, columns, rows, caption_of(along)) if len(rows) > 1 else None
+    caption = (
+        "Losses: means over seeds ± standard deviation of one. To the lowest: paired by seed, with an interval that "
+        "holds for all pairs of rows together. Costs: medians; tokens/s ± half the range of most steps."
+    )
+    return table("cells", title, columns, rows, caption) if len(rows) > 1 else None
 
 
 def to_lowest(one: Ranked) -> str:
@@ -131,44 +147,29 @@ def _faults(verdict: Verdict) -> list[str]:
     return faults
 
 
-def caption_of(along: Sequence[Point]) -> str:
-    """The meaning of a table's losses and costs."""
-    losses = [kind for point in along for kind in (point.train_loss, point.val_loss) if kind]
-    several = any(loss.seeds > 1 for loss in losses)
-    words = "Losses: mean over seeds ± standard deviation of one." if several else "Losses: of one seed each."
-    words += " To the lowest: paired by seed, with an interval that holds for all pairs of rows together."
-    return f"{words} Costs: medians; tokens/s ± half the range of most steps, where it is known."
-
-
 def _state(point: Point) -> str:
     """How the runs of a point ended, if not all completed."""
-    if point.out_of_memory:
+    if not point.measured:
         return "out of memory"
-    stopped = [run.diverged() for run in point.runs if run.diverged() is not None]
-    if stopped:
-        return f"not finite at step {min(s for s in stopped if s is not None):,}"
+    if stopped := [step for run in point.runs if (step := run.diverged()) is not None]:
+        return f"not finite at step {min(stopped):,}"
     return next((run.status for run in point.runs if run.status != "completed"), DASH)
 
 
 def ablation_table(runs: Sequence[Run]) -> Table | None:
     """The errors without a line of the online softmax, their place and size: `ablation` of the summaries."""
     measured = [run.summary.get("ablation") for run in runs]
-    entries = [
-        entry
-        for entries_of_run in measured
-        if isinstance(entries_of_run, list)
-        for entry in entries_of_run
-        if isinstance(entry, Mapping)
-    ]
     rows = []
-    for entry in entries:
+    for entry in [entry for entries in measured if isinstance(entries, list) for entry in entries]:
+        if not isinstance(entry, Mapping):
+            continue
         tile, row = entry.get("first_bad_tile"), entry.get("first_bad_row")
         rows.append(
             (
                 str(entry.get("ablate", DASH)),
                 str(entry.get("dtype", DASH)),
-                f"({tile[0]}, {tile[1]})" if isinstance(tile, Sequence) and len(tile) == 2 else "none",
-                str(row) if row is not None else "none",
+                "none" if tile is None else str(tuple(tile)) if isinstance(tile, list) else DASH,
+                "none" if row is None else str(row),
                 "inf or NaN" if entry.get("non_finite") else "finite",
                 size(number(entry.get("max_error"))),
             )
@@ -181,7 +182,7 @@ def ablation_table(runs: Sequence[Run]) -> Table | None:
 def corpora_table(runs: Sequence[Run]) -> Table | None:
     """The validation loss of each corpus, where runs mix several; None where none does."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics if name.startswith(CORPUS)))
-    rows = [[run.name, *(loss(run.final(name)) for name in names)] for run in runs]
+    rows = [[run.name, *(shown(run.final(name), LOSS) for name in names)] for run in runs]
     columns = ["run", *(name.removeprefix(CORPUS) for name in names)]
     return table("corpora", "Validation loss of each corpus", columns, rows) if names else None
 
@@ -199,9 +200,9 @@ def run_table(runs: Sequence[Run], labels: Names, places: Names, subject: str = 
             places[run.name] or DASH,
             str(run.seed),
             run.status.replace("_", " ") + (f" at step {run.step:,}" if run.status != "completed" else ""),
-            loss(run.final("train/loss")),
-            loss(run.final("val/loss")),
-            count(run.median("throughput/tokens_per_s")),
+            shown(run.final("train/loss"), LOSS),
+            shown(run.final("val/loss"), LOSS),
+            shown(run.median(SPEED), COUNT),
             memory(run.peak()),
             DASH if (took := number(run.summary.get("wall_time_s"))) is None else duration(took),
         ]
@@ -250,27 +251,21 @@ def over_seeds(value: Loss | None) -> str:
     """A loss with the spread between seeds."""
     if value is None:
         return DASH
-    return loss(value.mean) + ("" if value.deviation is None else f" ± {value.deviation:.2g}")
+    return shown(value.mean, LOSS) + ("" if value.deviation is None else f" ± {value.deviation:.2g}")
 
 
-def speed(point: Point) -> str:
+def speed(runs: Sequence[Run]) -> str:
     """Tokens per second with the spread between steps."""
-    ends = point.speed
+    ends = speed_of(runs)
     if ends is None or ends.low == ends.high:
-        return count(point.tokens_per_s)
+        return shown(median_of(run.median(SPEED) for run in runs), COUNT)
     return f"{ends.median:,.0f} ± {percent((ends.high - ends.low) / 2 / ends.median)}"
 
 
-def loss(value: float | None) -> str:
-    return DASH if value is None else f"{value:.4f}"
-
-
-def count(value: float | None) -> str:
-    return DASH if value is None else f"{value:,.0f}"
+def shown(value: float | None, form: str, factor: float = 1.0) -> str:
+    """A number in a form such as "{:.4f}", or a dash."""
+    return DASH if value is None else form.format(factor * value)
 
 
 def memory(gib: float | None) -> str:
-    if gib is None:
-        return DASH
-    unit, factor = memory_unit([gib])
-    return f"{factor * gib:,.0f} {unit}" if factor * gib >= 100 else f"{factor * gib:.3g} {unit}"
+    return shown(gib, "{:.3g} MiB", 1024) if gib is not None and gib < 0.5 else shown(gib, "{:.3g} GiB")
