@@ -70,9 +70,6 @@ def _draw_row(axes: Axes, row: int, comparison: Comparison, look: Style) -> None
     finite = [value for value in comparison.differences.values() if math.isfinite(value)]
     axes.plot(finite, [row + 0.22] * len(finite), ls="", marker="o", ms=2.6, color=look.colour, alpha=0.6, zorder=2)
     if comparison.test is None or comparison.interval is None:
-        axes.annotate(
-            "no result", (0, row), xytext=(6, 0), textcoords="offset points", va="center", color=COLOURS["muted"]
-        )
         return
     axes.plot(comparison.interval, [row, row], color=look.colour, lw=1.3, zorder=3)
     axes.plot(comparison.test.interval(ALPHA), [row, row], color=look.colour, lw=3.6, zorder=3)

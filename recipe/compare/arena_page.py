@@ -1,6 +1,6 @@
 """The report of an arena: the page of every report, with the answer as a figure on its first screen, and as JSON.
 
-In words: the headline, departures from the plan, warnings, and the command that continues.
+In words: the headline, warnings, and the command that continues.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from data.errors import first_few
 from recipe.compare.arena_figures import arena_charts, forest
 from recipe.compare.arena_results import Arena, Comparison, compare_arms, race
 from recipe.compare.arena_tables import (
-    apart,
     cost_table,
     lr_table,
     plan_table,
@@ -26,10 +24,9 @@ from recipe.compare.arena_tables import (
 from recipe.compare.costs import median_of
 from recipe.compare.headline import Headline, notes_on
 from recipe.compare.page import Report, Section, draw, sources_of, subtitle, write_page
-from recipe.compare.runs import Run, RunSet
+from recipe.compare.runs import RunSet
 from recipe.compare.statistics import ALPHA, Paired, Verdict, outlier
-from recipe.compare.sweeps import comparison_key
-from recipe.compare.tables import DASH, run_table, runs_csv, signed
+from recipe.compare.tables import DASH, apart, run_table, runs_csv, signed
 from recipe.files import to_json
 from recipe.run.plan import Plan
 from recipe.wording import duration, listed, percent
@@ -71,9 +68,9 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
         headline=found.text,
         tone=found.tone,
         outcome=None,
-        lines=tuple((one.arm.name, f"{one.verdict.value}, {apart(one)}") for one in arena.comparisons),
+        lines=tuple((one.arm.name, _found(one)) for one in arena.comparisons),
         sections=(section,),
-        notes=(*skewed(arena), *departures(arena), *notes_on(run_set, [])),
+        notes=(*skewed(arena), *added_too_often(plan), *notes_on(run_set, [])),
         runs=run_table(runs, arms, rates, "arm"),
         sources=sources_of(runs),
         method="arena_method.j2",
@@ -86,6 +83,11 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
     return report
 
 
+def _found(one: Comparison) -> str:
+    """The verdict on an arm, and the difference with the interval that decides."""
+    return one.verdict.value + (f", {apart(one.equal, one.test.mean, one.interval)}" if one.test else "")
+
+
 def as_json(arena: Arena) -> dict[str, Any]:
     """The results as plain values."""
     return {
@@ -94,10 +96,7 @@ def as_json(arena: Arena) -> dict[str, Any]:
         "margin": arena.plan.margin,
         "looks": [len(arena.plan.looks), arena.plan.planned_looks],
         "losses": {name: arm.losses for name, arm in arena.arms.items()},
-        "learning_rates": {
-            name: {"chosen": arm.lr, "tried": {f"{tried.lr:g}": tried.losses for tried in arm.tried}}
-            for name, arm in arena.arms.items()
-        },
+        "learning_rates": {name: arm.tried for name, arm in arena.arms.items()},
         "arms": {one.arm.name: _comparison(one) for one in arena.comparisons},
     }
 
@@ -106,16 +105,12 @@ def _comparison(one: Comparison) -> dict[str, Any]:
     return {
         "verdict": one.verdict.value,
         **_differences(one.test),
-        "deviation": one.test.deviation if one.test else None,
-        "level": one.level,
         "interval_at_level": one.interval,
         "p": one.p,
         "p_sign_flip": one.p_sign_flip,
         "margin": one.margin,
         "differences": one.differences,
         "diverged": one.diverged,
-        "missing": one.missing,
-        "more_seeds": one.more,
         "at_equal_time": _differences(one.at_equal("throughput/step_ms")),
         "at_equal_flops": _differences(one.at_equal("flops_per_token")),
         "race": race(one.arm, one.baseline)._asdict(),
@@ -157,35 +152,14 @@ def skewed(arena: Arena) -> list[str]:
     return lines
 
 
-def departures(arena: Arena) -> list[str]:
-    """Departures from the plan, a sentence each. Runs without a result are counted in the table of verdicts."""
-    plan, lines = arena.plan, []
-    if len(plan.looks) > plan.planned_looks:
-        lines.append(
-            f"Seeds were added {len(plan.looks) - 1} times, and the plan had {plan.planned_looks} looks "
-            f"(arena.rules.looks), so false verdicts are no longer limited to {percent(ALPHA)}."
-        )
-    planned = {run.number: run for run in [*plan.lr_runs(), *plan.seed_runs()]}
-    if extra := [str(number) for number in arena.runs if number not in planned]:
-        lines.append(f"Runs that are not in the plan were left out: {first_few(extra)}.")
-    for number in arena.runs.keys() & planned:
-        run, one = arena.runs[number], planned[number]
-        expected = {"seed": one.seed, "arena.arm": one.arm} | ({} if one.lr is None else {"optimizer.lr": one.lr})
-        wrong = {name: value for name, value in expected.items() if run.option(name, value) != value}
-        lines += [
-            f"{run.called} has {name}={run.option(name)}; the plan says {value}." for name, value in wrong.items()
-        ]
-    for arm in arena.arms.values():
-        keys = [_settings(run) for run in arm.runs.values()]
-        if differing := sorted({name for key in keys for name in key if key[name] != keys[0].get(name)}):
-            lines.append(
-                f"The runs of {arm.name} are not all the same configuration: they differ in {listed(differing)}."
-            )
-    return lines
-
-
-def _settings(run: Run) -> dict[str, str]:
-    return {name: value for name, value in comparison_key(run).items() if "${" not in value}
+def added_too_often(plan: Plan) -> list[str]:
+    """A warning where seeds were added more often than planned."""
+    if len(plan.looks) <= plan.planned_looks:
+        return []
+    return [
+        f"Seeds were added {len(plan.looks) - 1} times, and the plan had {plan.planned_looks} looks "
+        f"(arena.rules.looks), so false verdicts are no longer limited to {percent(ALPHA)}."
+    ]
 
 
 def go_on(arena: Arena, folder: Path) -> tuple[str, str] | None:

@@ -32,29 +32,18 @@ SOLVED = 0.01  # of wrong answers
 
 
 @dataclass(frozen=True)
-class Tried:
-    """The result of a learning rate: the mean loss over the seeds of the sweep, infinite where one diverged."""
-
-    lr: float
-    losses: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.losses) if self.losses else math.inf
-
-
-@dataclass(frozen=True)
 class ArmRuns:
     """The runs of an arm on the seeds of the plan, and the runs that tried learning rates.
 
     losses  of each seed: its final validation loss or share of wrong answers, infinite where it diverged. Runs without
             a result are left out.
+    tried   the losses of each learning rate over the seeds of the sweep, infinite where one diverged
     """
 
     name: str
     runs: Mapping[int, Run]
     losses: Mapping[int, float]
-    tried: tuple[Tried, ...]
+    tried: Mapping[float, Sequence[float]]
     lr: float | None
 
     @property
@@ -126,7 +115,7 @@ class Comparison:
         """At the arm's level; the verdict follows from it."""
         return self.test.interval(self.level) if self.test else None
 
-    @property
+    @cached_property
     def verdict(self) -> Verdict:
         if self.missing or (self.diverged and self.p > self.level):
             return Verdict.undecided
@@ -134,7 +123,7 @@ class Comparison:
             return Verdict.worse if np.sign(list(self.differences.values())).sum() > 0 else Verdict.better
         return judge(self.interval, self.margin) if self.interval else Verdict.undecided
 
-    @property
+    @cached_property
     def more(self) -> int | None:
         """Seeds to add so that the verdict is decided; None where it is, or where no number would do."""
         if self.verdict is not Verdict.undecided or self.missing or self.diverged or not self.test:
@@ -142,7 +131,7 @@ class Comparison:
         needed = seeds_to_decide(self.test, self.margin, self.level)
         return None if needed is None else needed - self.test.n
 
-    @property
+    @cached_property
     def equal(self) -> bool:
         """Whether every run logged the losses of its partner, bit for bit."""
         pairs = pairs_of(self.arm.runs, self.baseline.runs)
@@ -219,9 +208,10 @@ def task_of(runs: Sequence[Run]) -> str | None:
 def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
     """The comparisons of a plan's arms with its baseline.
 
-    runs  in the sweep's folder; their names are the numbers of the plan
+    runs  in the sweep's folder; their names are the numbers of the plan. Others than the planned ones do not count
     """
-    by_number, task = {int(run.name): run for run in runs if run.name.isdigit()}, task_of(runs)
+    planned, task = {str(one.number): one for one in [*plan.lr_runs(), *plan.seed_runs()]}, task_of(runs)
+    by_number = {int(run.name): run for run in runs if run.name in planned and _is_planned(run, planned[run.name])}
     arms = {arm: _arm_runs(plan, arm, by_number, task) for arm in plan.arms}
     baseline = arms[plan.baseline]
     margin = plan.margin * (1.0 if task else baseline.loss or 0.0)  # of all answers, or of the loss
@@ -229,6 +219,11 @@ def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
     levels = holm_levels([one.p for one in found], ALPHA / plan.planned_looks)
     comparisons = tuple(replace(one, level=level) for one, level in zip(found, levels, strict=True))
     return Arena(plan, arms, comparisons, by_number, task)
+
+
+def _is_planned(run: Run, planned: PlannedRun) -> bool:
+    """Whether a run has the seed and the arm that its number has in the plan."""
+    return run.seed == planned.seed and run.option("arena.arm", planned.arm) == planned.arm
 
 
 def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run], task: str | None) -> ArmRuns:
@@ -243,10 +238,9 @@ def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run], task: str | None) -
         loss = math.inf if run.out_of_memory else result(run, task)
         if one.lr is not None and loss is not None:
             losses[one.lr].append(loss)
-    tried = tuple(Tried(lr, tuple(of_rate)) for lr, of_rate in losses.items())
     trained = by_seed(run for _, run in of(seeds))
     results = {seed: loss for seed, run in trained.items() if (loss := result(run, task)) is not None}
-    return ArmRuns(arm, trained, results, tried, seeds[0].lr)
+    return ArmRuns(arm, trained, results, losses, seeds[0].lr)
 
 
 def difference_curves(comparison: Comparison) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

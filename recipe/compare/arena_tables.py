@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from recipe.compare.arena_results import Arena, ArmRuns, Comparison, differences_by_size, race, slope
+from recipe.compare.arena_results import Arena, ArmRuns, differences_by_size, race, slope
 from recipe.compare.costs import attention_alone, median_of
 from recipe.compare.statistics import ALPHA, POWER, Paired, paired
 from recipe.compare.tables import COUNT, DASH, EQUAL, LOSS, Table, bounds, memory, shown, signed, speed, table
@@ -51,15 +51,6 @@ def verdict_table(arena: Arena) -> Table:
     return table("arms", "Verdicts", columns, rows, caption)
 
 
-def apart(comparison: Comparison) -> str:
-    """The difference of an arm with the interval that decides, in a few words."""
-    if comparison.equal:
-        return EQUAL
-    if comparison.test is None:
-        return "fewer than two pairs of seeds have a finite result"
-    return f"{signed(comparison.test.mean)} ({bounds(comparison.interval)})"
-
-
 def _of_arm(arm: ArmRuns) -> list[str]:
     finite = [value for value in arm.losses.values() if math.isfinite(value)]
     spread = f" ± {statistics.stdev(finite):.4f}" if len(finite) > 1 else ""
@@ -68,7 +59,7 @@ def _of_arm(arm: ArmRuns) -> list[str]:
 
 
 def cost_table(arena: Arena) -> Table:
-    """The cost of each arm, and its difference to the baseline at equal tokens, time and operations."""
+    """The cost of each arm, and its difference to the baseline at equal time and operations."""
     rows, by_arm = [], {comparison.arm.name: comparison for comparison in arena.comparisons}
     for name, arm in arena.arms.items():
         runs, one = list(arm.runs.values()), by_arm.get(name)
@@ -80,14 +71,13 @@ def cost_table(arena: Arena) -> Table:
                 shown(median_of(run.median("attention_ms") for run in runs), "{:.3g} ms"),
                 memory(median_of(run.peak() for run in runs)),
                 shown(median_of(run.median("flops_per_token") for run in runs), "{:.3g}"),
-                bounds_of(one and one.test),
-                bounds_of(one and one.at_equal("throughput/step_ms")),
-                bounds_of(one and one.at_equal("flops_per_token")),
+                bounds_of(one.at_equal("throughput/step_ms") if one else None),
+                bounds_of(one.at_equal("flops_per_token") if one else None),
             ]
         )
     layer = " (one layer)" if attention_alone(list(arena.runs.values())) else ""
     columns = ["arm", "parameters", "tokens/s", "attention alone, a step", f"memory{layer}", "FLOPs a token"]
-    columns += ["at equal tokens", "at equal time", "at equal FLOPs"]
+    columns += ["at equal time", "at equal FLOPs"]
     caption = (
         "Differences in loss with their 95 % intervals, of the same runs read where arm and baseline have cost as "
         "much: the one that costs more is read before its end, where its learning rate has not come down."
@@ -114,11 +104,10 @@ def lr_table(arena: Arena) -> Table | None:
     """The mean loss of each learning rate that was tried."""
     rows = []
     for arm in arena.arms.values():
-        for tried in arm.tried:
-            edge = ", at the edge" if tried in (arm.tried[0], arm.tried[-1]) else ""
-            mean = DASH if not tried.losses else "diverged" if math.isinf(tried.mean) else f"{tried.mean:.4f}"
-            choice = f"chosen{edge}" if tried.lr == arm.lr else DASH
-            rows.append([arm.name, f"{tried.lr:g}", str(len(tried.losses)), mean, choice])
+        for lr, losses in arm.tried.items():
+            edge = ", at the edge" if lr in (min(arm.tried), max(arm.tried)) else ""
+            mean = shown(statistics.fmean(losses) if losses else None, LOSS)
+            rows.append([arm.name, f"{lr:g}", str(len(losses)), mean, f"chosen{edge}" if lr == arm.lr else DASH])
     columns = ["arm", "learning rate", "seeds", "val loss", "choice"]
     caption = "Tried on separate seeds, on which no arm is judged. At the edge: a wider arena.lr may find a better one."
     return table("lr-sweep", "Learning rates", columns, rows, caption) if rows else None
@@ -190,6 +179,5 @@ def plan_table(arena: Arena) -> Table:
         ["all arms", " ".join(plan.common)],
         ["looks", f"{'; '.join(looks)}, of {plan.planned_looks} planned"],
         ["margin", f"{percent(plan.margin)} of the baseline's loss"],
-        ["commit", (plan.commit or DASH)[:7]],
     ]
     return table("plan", "The plan", ["", "written before the first run"], rows)

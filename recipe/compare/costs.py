@@ -21,7 +21,6 @@ class Loss(NamedTuple):
 
     mean: float
     deviation: float | None
-    seeds: int
 
 
 class Speed(NamedTuple):
@@ -65,7 +64,7 @@ class Point(NamedTuple):
             return None
         mean = statistics.fmean(losses)
         deviation = statistics.stdev(losses) if len(losses) > 1 and math.isfinite(mean) else None
-        return Loss(mean, deviation, len(losses))
+        return Loss(mean, deviation)
 
     def median(self, metric: str) -> float | None:
         """The median of the runs' medians."""

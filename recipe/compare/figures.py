@@ -34,7 +34,7 @@ def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", 
     names = [(label, cell) for cell in sweep.cells for label in cell.labels()]
     curves = {_name(label, cell, sweep): list(cell.of(label).values()) for label, cell in names}
     result = loss_charts(curves, coincide=len(sweep.cells) == 1)
-    if judged := [verdict for verdict in verdicts if verdict.decisive]:
+    if judged := [verdict for verdict in verdicts if verdict.agreements]:
         worst = max(judged, key=lambda v: (v.outcome is Outcome.broken, v.probe.ratio if v.probe else 0.0)).cell
         where = f", {worst.short}" if len(sweep.cells) > 1 else ""
         result += _parity_charts([verdict for verdict in judged if verdict.cell is worst], worst, reference, where)
@@ -61,10 +61,7 @@ def loss_charts(curves: Curves, coincide: bool = False) -> list[Chart]:
         for label, runs in curves.items()
         if any(len(run.series("train/loss").finite().steps) > 1 for run in runs)
     }
-    seeds = max((len(runs) for runs in curves.values()), default=0)
-    caption = f"{seeds} seeds each. " if seeds > 1 else ""
-    if len(shown) > 1 and coincide:
-        caption += f"{next(iter(shown))} is the wide line below the others. "
+    caption = f"{next(iter(shown))} is the wide line below the others. " if len(shown) > 1 and coincide else ""
     if any(len(run.series("val/loss").steps) > 1 for runs in shown.values() for run in runs):
         caption += "Marks are the validation loss."
     draw = partial(draw_losses, curves=shown, coincide=coincide)
@@ -99,7 +96,7 @@ def draw_losses(figure: Figure, curves: Curves, coincide: bool) -> None:
 
 def _parity_charts(judged: Sequence[Verdict], cell: Cell, reference: str, where: str) -> list[Chart]:
     result = []
-    if any(verdict.curve for verdict in judged):
+    if any(verdict.curve and verdict.curve.largest for verdict in judged):
         caption = f"Training loss against {reference}'s of the same seed, by step (thin) and over a tenth of the run."
         draw = partial(draw_difference, cell=cell, reference=reference)
         result.append(Chart("difference", f"Distance from {reference}{where}", caption, draw))
@@ -117,7 +114,7 @@ def draw_difference(figure: Figure, cell: Cell, reference: str) -> None:
     """|training loss - the reference's of the same seed|, with the spread between its seeds and its rounding."""
     axes = figure.add_subplot()
     references, looks = cell.of(reference), styles(cell.labels())
-    sizes, last = [np.zeros(0)], 1
+    sizes, last = [], 1
     for label in cell.labels():
         for seed in cell.of(label).keys() & references.keys() if label != reference else ():
             steps, distance = difference(cell.of(label)[seed], references[seed])
@@ -141,11 +138,8 @@ def draw_difference(figure: Figure, cell: Cell, reference: str) -> None:
         sizes.append(floor)
     finish_steps(figure, axes, f"distance of the training loss from {reference}'s")
     positive = np.concatenate(sizes)
-    if len(positive := positive[positive > 0]):
-        log_axis(axes, max(EPS / 4, np.percentile(positive, 3) / 2), 2 * positive.max())
-    else:
-        axes.text(0.5, 0.5, "no difference at any step", transform=axes.transAxes, ha="center", color=COLOURS["ink"])
-        axes.set_yticks([])
+    positive = positive[positive > 0]
+    log_axis(axes, max(EPS / 4, np.percentile(positive, 3) / 2), 2 * positive.max())
 
 
 def draw_probe(figure: Figure, cell: Cell, reference: str) -> None:
@@ -190,14 +184,10 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
         caption = f"Step time of {reference} over that of each implementation, which overtakes it at 1."
         add("crossover", f"Speed relative to {reference}", caption, f"times as fast as {reference}", gain)
     if same_tokens(sweep):
-        spans = {run.option("training.eval_span") for run in sweep.runs if run.final("val/loss") is not None}
-        shared = len(spans) == 1 and None not in spans
-        text = "the same text" if shared else "other text at each length (training.eval_span)"
-        caption = f"Final loss of runs that saw equally many tokens, evaluated on {text}."
+        caption = "Final loss of runs that saw equally many tokens, on the same text if training.eval_span is set."
 
         def loss(point: Point) -> float | None:
-            found = point.loss_of("val/loss")
-            return found and found.mean
+            return (found := point.loss_of("val/loss")) and found.mean
 
         add("context", "Validation loss", caption, "validation loss, nats per token", loss)
     alone = attention_alone(sweep.runs)

@@ -14,7 +14,7 @@ from recipe.compare.costs import Ranked, crossovers, points, ranking, same_token
 from recipe.compare.labels import places
 from recipe.compare.runs import UNKNOWN, RunSet
 from recipe.compare.sweeps import Sweep
-from recipe.compare.tables import over_seeds, to_lowest
+from recipe.compare.tables import apart, over_seeds
 from recipe.compare.verdict import Outcome, Verdict, outcome_of
 from recipe.wording import listed
 
@@ -38,7 +38,7 @@ def headline(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Headl
         return _no_result(sweep)
     if left_out := {str(run.option("attention.ablate")) for run in sweep.runs if run.ablated}:
         return Headline(f"Trained without a line of the online softmax: {listed(sorted(left_out))}", "none")
-    decisive = [verdict for verdict in verdicts if verdict.decisive]
+    decisive = [verdict for verdict in verdicts if verdict.agreements]
     if decisive or (verdicts and len(sweep.cells) == 1):
         parity = parity_headline(decisive or verdicts)
         lowest = None if all(run.claims_parity for run in sweep.runs) else _lowest(ranking(sweep))
@@ -94,13 +94,15 @@ def _lowest(ranked: Sequence[Ranked]) -> Headline | None:
     others = [one for one in rest if one.point.cell is not first.point.cell] or rest
     kind = {"val/loss": "validation", "train/loss": "training"}[first.point.metric]
     seeds = min(one.seeds for one in (first, *others))
-    of_seeds = f" ({seeds} seeds)" if seeds > 1 else " (one seed each)" if others else " (one seed)"
+    of_seeds = f" ({seeds} seeds)" if seeds > 1 else " (one seed)"
     if not others:
         return Headline(f"{first.name}: {kind} loss {over_seeds(first.point.loss)}{of_seeds}", "none")
     if all(one.equal for one in others):
         equal = listed([first.name, *(one.name for one in others)])
         return Headline(f"{equal} are equal bit for bit{of_seeds}", "none")
-    by = f"; {others[0].name} {to_lowest(others[0])}" if len(others) == 1 and others[0].interval else ""
+    second, by = others[0], ""
+    if len(others) == 1 and second.interval:
+        by = f"; {second.name} {apart(second.equal, second.difference, second.interval)}"
     if all(one.higher for one in others):
         return Headline(f"The lowest {kind} loss: {first.name}{of_seeds}{by}", "none")
     near = first_few([first.name, *(one.name for one in others if not one.higher)])
@@ -124,7 +126,7 @@ def notes_on(run_set: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
         notes.append(f"Runs from a tree with uncommitted changes: {first_few(changed)}.")
     for origin, values in {
         "commits": {run.commit.rstrip("+") for run in runs},
-        "uncommitted changes": {run.changes for run in runs},
+        "uncommitted changes": {str(run.recorded("git").get("changes") or "") for run in runs},
         "torch versions": {str(run.recorded("versions").get("torch") or "") for run in runs},
         "devices": {run.device for run in runs} - {UNKNOWN},
     }.items():

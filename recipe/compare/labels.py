@@ -20,7 +20,6 @@ _FREE_TRAINING = (
 )  # fmt: skip
 _GROUPS = ("data", "score", "optimizer", "model", "schedule")  # whose names are choices of files in conf/
 _OFF = ("null", "false")
-_LONGEST = 3  # settings in a heading
 
 Place = tuple[str, ...]
 
@@ -90,12 +89,6 @@ def _follows(name: str, keys: Sequence[Mapping[str, str]], choices: Sequence[str
     group = name.partition(".")[0]
     pairs = {(key.get(group), key[name]) for key in keys}
     return group in choices and len(pairs) == len({choice for choice, _ in pairs})
-
-
-def heading(place: Place) -> str:
-    """A few of the settings, and how many more there are."""
-    more = len(place) - _LONGEST
-    return ", ".join(place[:_LONGEST]) + (f" and {more} more setting{'s' if more > 1 else ''}" if more > 0 else "")
 
 
 def _most_common(values: Sequence[str]) -> list[str]:

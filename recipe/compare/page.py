@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
+from data.errors import first_few
 from recipe.compare.figures import charts
 from recipe.compare.headline import Headline, headline, notes_on
-from recipe.compare.labels import heading, places
+from recipe.compare.labels import places
 from recipe.compare.parity import judge
 from recipe.compare.runs import Run, RunSet
 from recipe.compare.sweeps import Sweep, labels_of, sweeps_of
-from recipe.compare.tables import Table, ablation_table, cell_table, corpora_table, parity_table, run_table, runs_csv
+from recipe.compare.tables import Table, ablation_table, cell_table, parity_table, run_table, runs_csv
 from recipe.compare.verdict import Outcome, Verdict, outcome_of
 from recipe.drawing import Chart, render_png, render_svg
 from recipe.files import number
@@ -74,11 +75,11 @@ def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report
     verdicts = judge(cells, reference)
     (out / "figures").mkdir(parents=True, exist_ok=True)
     sections = tuple(
-        _section(sweep, verdicts, reference, f"{n + 1}-" if len(sweeps) > 1 else "", heading(differing[n]), out)
+        _section(sweep, verdicts, reference, f"{n + 1}-" if len(sweeps) > 1 else "", first_few(differing[n]), out)
         for n, sweep in enumerate(sweeps)
     )
     spoken = next((section.headline for section in sections if section.headline.tone == "broken"), sections[0].headline)
-    outcome = outcome_of([verdict for verdict in verdicts if verdict.decisive])
+    outcome = outcome_of([verdict for verdict in verdicts if verdict.agreements])
     report = Report(
         headline=spoken.text,
         tone=spoken.tone,
@@ -121,7 +122,7 @@ def _section(
     verdicts_here = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
     model, data = (_all_of(str(run.option(f"{part}.name", part)) for run in sweep.runs) for part in ("model", "data"))
     parity, cells = parity_table(verdicts_here, reference), cell_table(sweep)
-    tables = parity, cells, ablation_table(sweep.runs), corpora_table(sweep.runs)
+    tables = parity, cells, ablation_table(sweep.runs)
     return Section(
         prefix,
         f"{model} on {data}{f', {settings}' if settings else ''}",
@@ -158,9 +159,7 @@ def _score(run: Run) -> str:
 def _from_to(values: Sequence[Any], unit: str = "") -> str:
     """The smallest and the largest of some counts, with their unit: "32 to 64 channels"."""
     known = sorted({int(value) for value in values if number(value) is not None})
-    if not known:
-        return f"? {unit}s"
-    counts = f"{known[0]:,} to {known[-1]:,}" if len(known) > 1 else f"{known[0]:,}"
+    counts = " to ".join(f"{value:,}" for value in sorted({*known[:1], *known[-1:]})) or "?"
     return f"{counts} {unit}{'' if known == [1] else 's'}" if unit else counts
 
 

@@ -72,16 +72,15 @@ def _judge(cell: Cell, label: str, reference: str) -> Verdict:
 
 
 def _not_finite(run: Run, cell: Cell, reference: str) -> NotFinite | None:
-    """A run's NaN or infinite loss at a step where another run's loss is finite: the reference of the same seed or, if
-    that did not run, any implementation with nothing left out, preferably the same one."""
+    """A run's NaN or infinite loss at a step where another run's loss of the same seed is finite: the reference's or,
+    if that did not run, that of any implementation with nothing left out."""
     step = run.diverged()
     if step is None:
         return None
-    others = [other for other in cell.runs if other.seed == run.seed and other is not run and not other.ablated]
-    others = [other for other in others if cell.label(other) == reference] or others
-    for other in sorted(others, key=lambda other: other.attention != run.attention):
+    for other in [*cell.of(reference).values()] or cell.runs:
         fine, theirs = other.series("train/loss").finite().steps, other.diverged()
-        if len(fine) and fine[-1] >= step and (theirs is None or theirs > step):
+        lasted = len(fine) and fine[-1] >= step and (theirs is None or theirs > step)
+        if other.seed == run.seed and lasted and not other.ablated:
             return NotFinite(step, run.seed, cell.label(other))
     return None
 
@@ -89,12 +88,9 @@ def _not_finite(run: Run, cell: Cell, reference: str) -> NotFinite | None:
 def alone_worst(runs: Sequence[Run]) -> Alone | None:
     """The worst of all checks in the runs of one implementation; None where none was made, as by older versions."""
     errors: dict[str, float] = {}
-    worst, step, where, checks, unseen = -1.0, 0, "", 0, dict[str, None]()
+    worst, step, where, unseen = -1.0, 0, "", dict[str, None]()
     for run in runs:
         for record in run.records:
-            if not any(name in record for name in (*ERRORS, UNSEEN)):
-                continue
-            checks += 1
             names = (run.precision, str(record.get("parity/attention_precision")))
             for name, metric in zip(names, ERRORS, strict=True):
                 # Where nothing was compared, older versions wrote 0, which is at no place.
@@ -106,7 +102,7 @@ def alone_worst(runs: Sequence[Run]) -> Alone | None:
                     worst, step, where = share, int(record["step"]), str(record.get("parity/attention_worst", ""))
             for part in filter(None, str(record.get(UNSEEN, "")).split("; ")):
                 unseen[part] = None
-    return Alone(checks, errors, step, where, tuple(unseen)) if checks else None
+    return Alone(errors, step, where, tuple(unseen)) if errors or unseen else None
 
 
 def seed_spread(references: Sequence[Run]) -> Series | None:
@@ -155,10 +151,9 @@ def final_worst(pairs: Sequence[tuple[Run, Run]], rounding: float | None) -> Fin
             continue
         # An evaluation covers many sequences, a step's training loss only its batch.
         last = gap.values[-1:] if metric == "val/loss" else gap.values[-window_of(len(gap.values)) :]
-        step, size = int(gap.steps[-1]), abs(float(last.mean()))
-        floor = None if rounding is None else rounding * step
-        amplified = rounding is not None and size > rounding * step and _began_within(pair, rounding)
-        finals.append(Final(metric, step, size, floor, amplified))
+        size, floor = abs(float(last.mean())), None if rounding is None else rounding * float(gap.steps[-1])
+        amplified = rounding is not None and floor is not None and size > floor and _began_within(pair, rounding)
+        finals.append(Final(size, floor, amplified))
     return max(finals, key=lambda final: (final.agrees is False, final.difference), default=None)
 
 
@@ -182,20 +177,18 @@ def probe_worst(runs: Sequence[Run], reference: str) -> Probe | None:
 
     The loss does not decide: the difference of two scalars is near zero by accident too often to be a floor.
     """
-    probed = _probed(runs, reference)
-    probes = []
-    checks = sum("parity/loss_diff" in record for run in probed for record in run.records)
+    probed, probes = _probed(runs, reference), []
     for name in MEASURES:
-        noises = [run.series(f"parity/noise_{name}").finite().values for run in probed]
-        if not noises or not len(pooled := np.concatenate(noises)):
+        noises = _noises(probed, name)
+        if not len(noises):
             continue
-        least = max(float(np.median(pooled)), EPS)
+        least = max(float(np.median(noises)), EPS)
         for run in probed:
             steps, values, noise = beside_rounding(run, name)
             shares = np.nan_to_num(values / np.maximum(noise, least), nan=np.inf, posinf=np.inf)
             parameters = {record["step"]: record.get("parity/worst_parameter") for record in run.records}
             probes += [
-                Probe(checks, float(share), name, int(step), parameters.get(int(step)))
+                Probe(float(share), name, int(step), parameters.get(int(step)))
                 for share, step in zip(shares, steps, strict=True)
             ]
     return max(probes, key=lambda probe: probe.ratio, default=None)
@@ -212,14 +205,19 @@ def _probed(runs: Sequence[Run], reference: str) -> list[Run]:
     return [run for run in runs if run.option("parity.reference") == reference.split(" ")[0]]
 
 
+def _noises(runs: Sequence[Run], measure: str) -> Array:
+    """The effects of rounding that the probes of all runs measured."""
+    return np.concatenate([np.zeros(0), *(run.series(f"parity/noise_{measure}").finite().values for run in runs)])
+
+
 def rounding_of_a_step(runs: Sequence[Run], reference: str) -> float | None:
     """The effect of rounding on the reference's loss in one step: the largest that a probe measured, and at least one
     unit in the last place of an fp32 loss. None without a probe."""
-    noises = [run.series("parity/noise_loss_diff").finite().values for run in _probed(runs, reference)]
-    if not noises or not len(pooled := np.concatenate(noises)):
+    noises = _noises(_probed(runs, reference), "loss_diff")
+    if not len(noises):
         return None
     losses = [loss for run in runs if (loss := run.series("train/loss").finite().last()) is not None]
-    return max(float(np.max(pooled)), EPS * max(map(abs, losses), default=1.0))
+    return max(float(np.max(noises)), EPS * max(map(abs, losses), default=1.0))
 
 
 def rolling_rms(values: Array, window: int | None = None) -> Array:

@@ -88,10 +88,8 @@ def draw_heat(figure: Figure, maps: Mapping[str, Heat], lengths: Sequence[int], 
             axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=ink, fontsize=8.5)
         axes.set_yticks(range(len(heat)), [short_length(T) for T in lengths[: len(heat)]])
         axes.set_ylim(len(heat) - 0.5, -0.5)
-    filled = [column for heat in maps.values() for column in np.flatnonzero((~np.isnan(heat)).any(0)).tolist()]
-    columns = 1 + max(filled, default=len(distances) - 1)
-    every[-1].set_xlim(-0.5, columns - 0.5)
-    every[-1].set_xticks(range(columns), [short_length(d) for d in distances[:columns]])
+    every[-1].set_xlim(-0.5, len(distances) - 0.5)
+    every[-1].set_xticks(range(len(distances)), map(short_length, distances))
     every[-1].set_xlabel("tokens back", color=COLOURS["muted"], loc="right")
 
 
@@ -129,7 +127,7 @@ def draw_probes(folder: Path, measured: Mapping[str, Mapping[str, Any]]) -> list
 
     measured  the details of each probe, by its name
     """
-    run = Run(folder, folder.name, "completed", {}, [], (), {"probes": measured}, ())
+    run = Run(folder, folder.name, "completed", {}, [], {"probes": measured}, ())
     (folder / FIGURES).mkdir(exist_ok=True)
     written = []
     for chart in probe_charts({folder.resolve().name: [run]}):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,15 @@ LIMIT = 90.0  # seconds for W&B to take the page
 
 
 def mode_of(runs: Sequence[Run]) -> str:
-    """The tracking.mode of most runs; disabled if none recorded it."""
-    ((mode, _),) = Counter(str(run.option("tracking.mode", "disabled")) for run in runs).most_common(1)
+    """The tracking.mode of the first run; disabled if it recorded none."""
+    mode = str(runs[0].option("tracking.mode"))
     return mode if mode in MODES else "disabled"
 
 
 def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
     """Log the page in `out` to W&B. Returns a sentence on the outcome, after at most LIMIT seconds; never raises.
 
-    The run joins the group that the runs share, so that their workspace has the page.
+    The run joins the group of the first run, so that their workspace has the page.
     """
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(_log(runs, out, mode)), daemon=True)
@@ -34,8 +33,7 @@ def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
 
 
 def _log(runs: Sequence[Run], out: Path, mode: Any) -> str:
-    groups = Counter(str(group) for run in runs if (group := run.option("tracking.group")))
-    group = groups.most_common(1)[0][0] if groups else ""
+    group = str(runs[0].option("tracking.group") or "")
     project = str(runs[0].option("tracking.project", "gpt-attention"))
     try:
         import wandb

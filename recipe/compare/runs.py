@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.untrusted import UntrustedError, read_end, read_json
+from data.untrusted import UntrustedError, read_end
 from recipe.errors import UserError
 from recipe.files import flatten, number, recorded_number
 from recipe.run.metrics import DAMAGED, read_metrics
 from recipe.run.removed import config_as_today
-from recipe.run.run_folder import CONFIG, OVERRIDES, SUMMARY, read_config_values, read_overrides, read_summary
+from recipe.run.run_folder import CONFIG, OVERRIDES, SUMMARY, read_config_values, read_summary
 
-Content = TypeVar("Content", dict[str, Any], list[str])
 UNKNOWN = "unknown device"
 _SKIPPED_FOLDERS = {"checkpoints", "wandb", "report", ".hydra", ".submitit"}
 
@@ -63,7 +62,6 @@ class Run:
     status: str
     config: Mapping[str, Any]
     records: Sequence[Mapping[str, Any]]
-    overrides: tuple[str, ...]
     summary: Mapping[str, Any]
     notes: tuple[str, ...]
 
@@ -159,11 +157,6 @@ class Run:
         return f"{commit}+" if commit and git.get("dirty") else commit
 
     @property
-    def changes(self) -> str:
-        """A digest of its tree's uncommitted changes; empty if there were none, or unknown."""
-        return str(self.recorded("git").get("changes") or "")
-
-    @property
     def out_of_memory(self) -> bool:
         return self.status == "out_of_memory"
 
@@ -215,11 +208,8 @@ def find_runs(folders: Sequence[Path]) -> RunSet:
     for folder in folders:
         if not folder.is_dir():
             raise ReportError(f"{folder} is not a folder; give run folders, or the folder of a sweep.")
-        folders_of_runs = sorted(_run_folders(folder, notes), key=lambda path: [_natural(part) for part in path.parts])
-        jobs = _jobs(folder)
-        if jobs is not None and len(folders_of_runs) < jobs:
-            notes.append(f"{folder.name} is a sweep of {jobs} jobs, of which {len(folders_of_runs)} have a run folder.")
-        elif not folders_of_runs:
+        folders_of_runs = sorted(_run_folders(folder, notes), key=lambda path: natural(path.parts))
+        if not folders_of_runs:
             notes.append(f"{folder} holds no run and was left out.")
         for path in folders_of_runs:
             name = path.relative_to(folder).as_posix() if path != folder else path.name
@@ -237,15 +227,12 @@ def find_runs(folders: Sequence[Path]) -> RunSet:
 def read_run(folder: Path, name: str | None = None) -> Run:
     """One run folder. Files that are missing, truncated or damaged are skipped, and noted."""
     notes: list[str] = []
-    summary = _read(folder, SUMMARY, read_summary, {}, notes)
+    summary = _read(folder, SUMMARY, read_summary, notes)
     if not summary and (reason := _last_error(folder / "console.log")):
         summary = {"status": "failed", "message": reason}
     config = summary.get("config")
     if not isinstance(config, Mapping):
-        config = _read(folder, CONFIG, read_config_values, {}, notes)
-    overrides = summary.get("overrides")
-    if not isinstance(overrides, list):
-        overrides = _read(folder, OVERRIDES, read_overrides, [], notes)
+        config = _read(folder, CONFIG, read_config_values, notes)
     metrics, damaged = folder / "metrics.jsonl", dict[int, bytes]()
     try:
         records = read_metrics(metrics, damaged)
@@ -253,14 +240,11 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         records = []
         notes.append(f"metrics.jsonl {_reason(error)} and is left out.")
     if damaged:
-        lines = f"line {min(damaged)}" if len(damaged) == 1 else f"{len(damaged)} lines from line {min(damaged)} on"
-        notes.append(f"{lines} of metrics.jsonl cannot be read.")
+        notes.append(f"{len(damaged)} of the lines of metrics.jsonl cannot be read, the first is line {min(damaged)}.")
     if (folder / DAMAGED).exists():
         notes.append(f"metrics.jsonl had lines that could not be read when the run was resumed; they are in {DAMAGED}.")
     status = str(summary.get("status") or "unfinished")
-    if not records and not damaged and status in ("completed", "interrupted", "unfinished"):
-        notes.append(f"metrics.jsonl is {'empty' if metrics.is_file() else 'missing'}, so there is no curve.")
-    return Run(folder, name or folder.name, status, config, records, tuple(map(str, overrides)), summary, tuple(notes))
+    return Run(folder, name or folder.name, status, config, records, summary, tuple(notes))
 
 
 def _run_folders(top: Path, notes: list[str]) -> Iterable[Path]:
@@ -278,14 +262,6 @@ def _run_folders(top: Path, notes: list[str]) -> Iterable[Path]:
             notes.append(f"{folder} {_reason(error)} and was left out.")
 
 
-def _jobs(folder: Path) -> int | None:
-    """Number of jobs that sweep.json lists; None where the folder is not a sweep's."""
-    try:
-        return len(read_json(folder / "sweep.json")["jobs"])
-    except (OSError, UntrustedError, KeyError, TypeError):
-        return None
-
-
 def _last_error(console: Path) -> str | None:
     """The `error: ...` that a job of a sweep ended with before it could write a summary."""
     try:
@@ -296,15 +272,15 @@ def _last_error(console: Path) -> str | None:
     return last.removeprefix("error: ") if last.startswith("error: ") else None
 
 
-def _read(folder: Path, name: str, read: Callable[[Path], Content], empty: Content, notes: list[str]) -> Content:
-    """The content of a run's file; else `empty`, with a note unless there is no file."""
+def _read(folder: Path, name: str, read: Callable[[Path], dict[str, Any]], notes: list[str]) -> dict[str, Any]:
+    """The content of a run's file; nothing where it cannot be read, with a note unless there is no file."""
     try:
         return read(folder)
     except FileNotFoundError:
-        return empty
+        return {}
     except (OSError, UntrustedError) as error:
         notes.append(f"{Path(name).name} {_reason(error)} and is left out.")
-        return empty
+        return {}
 
 
 def _reason(error: OSError | UntrustedError) -> str:
@@ -312,5 +288,6 @@ def _reason(error: OSError | UntrustedError) -> str:
     return f"cannot be read ({error.strerror if isinstance(error, OSError) else f'it {error}'})"
 
 
-def _natural(part: str) -> tuple[int, str]:
-    return (int(part), "") if part.isdigit() else (-1, part)
+def natural(parts: Iterable[str]) -> list[tuple[int, str]]:
+    """Sorts 2 before 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from recipe.compare.labels import among, comparison_key, places
-from recipe.compare.runs import UNKNOWN, Run, Series
+from recipe.compare.runs import UNKNOWN, Run, Series, natural
 from recipe.drawing import IMPLEMENTATIONS
 
 # Settings that a sweep over lengths or devices also changes, to keep the tokens of a step or of a run equal.
@@ -44,11 +44,8 @@ def difference(run: Run, reference: Run, metric: str = "train/loss") -> Series:
 
 def equal_to_the_bit(run: Run, reference: Run) -> bool:
     """Whether two runs logged the same losses at the same steps."""
-    return all(
-        bool(len(run.series(metric).steps) == len(reference.series(metric).steps))
-        and all(map(np.array_equal, run.series(metric), reference.series(metric)))
-        for metric in ("train/loss", "val/loss")
-    ) and run.final("val/loss") == reference.final("val/loss")
+    logged = [(*one.series("train/loss"), *one.series("val/loss")) for one in (run, reference)]
+    return all(map(np.array_equal, *logged)) and run.final("val/loss") == reference.final("val/loss")
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ def label_order(label: str) -> tuple[int, list[tuple[int, str]]]:
     """Sorts implementations as readers expect them, and 8x8 before 16x16."""
     name, words = label.split(" ")[0], label.replace("=", " ").replace("x", " ").split()
     order = IMPLEMENTATIONS.index(name) if name in IMPLEMENTATIONS else len(IMPLEMENTATIONS)
-    return order, [(int(word), "") if word.isdigit() else (-1, word) for word in words]
+    return order, natural(words)
 
 
 def labels_of(runs: Sequence[Run]) -> dict[str, str]:

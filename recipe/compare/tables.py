@@ -12,7 +12,6 @@ from recipe.compare.costs import (
     SPEED,
     Loss,
     Point,
-    Ranked,
     attention_alone,
     by_loss,
     median_of,
@@ -32,6 +31,7 @@ EQUAL = "equal bit for bit"
 LOSS, COUNT = "{:.4f}", "{:,.0f}"  # the forms of numbers
 CORPUS = "val/loss/"  # and a name: of several corpora
 Names = Mapping[str, str]
+Interval = tuple[float, float]
 
 
 class Table(NamedTuple):
@@ -61,7 +61,10 @@ def table(name: str, title: str, columns: Sequence[str], rows: Iterable[Sequence
 def cell_table(sweep: Sweep) -> Table | None:
     """The measurements of each implementation under each setting: along the axis, or the lowest loss first."""
     along = [point for of_label in points(sweep).values() for point in of_label]
-    gaps = {(one.point.cell.where, one.point.label): to_lowest(one) for one in ranking(sweep)[1:]}
+    gaps = {
+        (one.point.cell.where, one.point.label): apart(one.equal, one.difference, one.interval)
+        for one in ranking(sweep)[1:]
+    }
     rows = [
         [
             f"{point.position:,}" if sweep.axis else ", ".join(point.cell.where) or DASH,
@@ -90,12 +93,9 @@ def cell_table(sweep: Sweep) -> Table | None:
     return table("cells", title, columns, rows, caption) if len(rows) > 1 else None
 
 
-def to_lowest(one: Ranked) -> str:
-    """The difference of a loss to the lowest."""
-    if one.equal:
-        return EQUAL
-    interval = "" if one.interval is None else f" ({bounds(one.interval)})"
-    return f"{signed(one.difference)}{interval}"
+def apart(equal: bool, difference: float, interval: Interval | None) -> str:
+    """A difference with its interval."""
+    return EQUAL if equal else signed(difference) + (f" ({bounds(interval)})" if interval else "")
 
 
 def parity_table(verdicts: Sequence[Verdict], reference: str) -> Table | None:
@@ -179,20 +179,13 @@ def ablation_table(runs: Sequence[Run]) -> Table | None:
     return table("ablation", "Where the output goes wrong", columns, dict.fromkeys(rows), caption) if rows else None
 
 
-def corpora_table(runs: Sequence[Run]) -> Table | None:
-    """The validation loss of each corpus, where runs mix several; None where none does."""
-    names = list(dict.fromkeys(name for run in runs for name in run.metrics if name.startswith(CORPUS)))
-    rows = [[run.name, *(shown(run.final(name), LOSS) for name in names)] for run in runs]
-    columns = ["run", *(name.removeprefix(CORPUS) for name in names)]
-    return table("corpora", "Validation loss of each corpus", columns, rows) if names else None
-
-
 def run_table(runs: Sequence[Run], labels: Names, places: Names, subject: str = "implementation") -> Table:
     """Every run.
 
     labels, places  the implementation, and the settings that distinguish a run, by the run's name
     subject         the heading of the labels
     """
+    corpora = dict.fromkeys(name for run in runs for name in run.metrics if name.startswith(CORPUS))
     rows = [
         [
             run.name,
@@ -202,14 +195,16 @@ def run_table(runs: Sequence[Run], labels: Names, places: Names, subject: str = 
             run.status.replace("_", " ") + (f" at step {run.step:,}" if run.status != "completed" else ""),
             shown(run.final("train/loss"), LOSS),
             shown(run.final("val/loss"), LOSS),
+            *(shown(run.final(name), LOSS) for name in corpora),
             shown(run.median(SPEED), COUNT),
             memory(run.peak()),
             DASH if (took := number(run.summary.get("wall_time_s"))) is None else duration(took),
         ]
         for run in runs
     ]
-    columns = ["run", subject, "settings", "seed", "status", "train loss", "val loss", "tokens/s", "memory"]
-    return table("runs", "All runs", [*columns, "wall time"], rows)
+    columns = ["run", subject, "settings", "seed", "status", "train loss", "val loss"]
+    columns += [*(name.replace(CORPUS, "val loss of ") for name in corpora), "tokens/s", "memory", "wall time"]
+    return table("runs", "All runs", columns, rows)
 
 
 def runs_csv(runs: Sequence[Run], labels: Names, places: Names, subject: str = "implementation") -> str:
@@ -242,7 +237,7 @@ def signed(value: float) -> str:
     return text if float(text) else f"{value:+.0e}" if value else "0"
 
 
-def bounds(interval: tuple[float, float] | None) -> str:
+def bounds(interval: Interval | None) -> str:
     """An interval: -0.0123 to +0.0045."""
     return DASH if interval is None else f"{signed(interval[0])} to {signed(interval[1])}"
 

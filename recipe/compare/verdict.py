@@ -31,14 +31,12 @@ class Gap(Enum):
 class Alone(NamedTuple):
     """The worst check of each layer's attention alone with fp64: see recipe/training/parity_layers.py.
 
-    checks     how many there were
     errors     precision -> the largest error, as a share of what rounding explains: the run's, and a higher one, as far
                as something was compared
     step       of the largest, and `where` it is: layer, mode, result and row
     unseen     the parts that could not be compared, with the reasons
     """
 
-    checks: int
     errors: dict[str, float]
     step: int
     where: str
@@ -53,7 +51,6 @@ class Alone(NamedTuple):
 class Probe(NamedTuple):
     """The worst check at the same weights: its ratio to the reference's rounding, its measure, step and parameter."""
 
-    checks: int
     ratio: float
     measure: str
     step: int
@@ -85,8 +82,6 @@ class Final(NamedTuple):
     amplified  whether a difference above the floor began within rounding, and training amplified it
     """
 
-    metric: str
-    step: int
     difference: float
     floor: float | None
     amplified: bool
@@ -118,18 +113,17 @@ class Verdict(NamedTuple):
     alone: Alone | None = None
 
     @property
-    def outcome(self) -> Outcome:
-        """Broken if one measurement disagrees, open if one is missing, else holds."""
-        measured = (self.alone, self.probe, self.curve, self.final)
-        if self.not_finite or any(m is not None and m.agrees is False for m in measured):
-            return Outcome.broken
-        return Outcome.open if self.gaps else Outcome.holds
+    def agreements(self) -> list[bool]:
+        """Of the measurements that can decide: whether each agrees with the reference."""
+        measured = [one.agrees for one in (self.alone, self.probe, self.curve, self.final) if one is not None]
+        return [agrees for agrees in (*measured, None if self.not_finite is None else False) if agrees is not None]
 
     @property
-    def decisive(self) -> bool:
-        """Whether a measurement can decide the verdict: a probe, or a curve and the spread between seeds."""
-        alone = self.alone and self.alone.errors
-        return bool(self.not_finite or alone or self.probe or (self.curve and self.curve.ratio is not None))
+    def outcome(self) -> Outcome:
+        """Broken if one measurement disagrees, open if one is missing, else holds."""
+        if not all(self.agreements):
+            return Outcome.broken
+        return Outcome.open if self.gaps else Outcome.holds
 
 
 def outcome_of(verdicts: Sequence[Verdict]) -> Outcome | None:

@@ -16,7 +16,7 @@ LOSS = {"trained": 8, "positions": [0, 3, 9], "loss": [3.0, 2.0, 1.0]}
 
 
 def run(probes: dict[str, Any]) -> Run:
-    return Run(Path(), "0", "completed", {}, [], (), {"probes": probes}, ())
+    return Run(Path(), "0", "completed", {}, [], {"probes": probes}, ())
 
 
 def test_a_cell_is_the_mean_over_the_seeds_and_what_was_never_asked_is_empty() -> None:
@@ -42,6 +42,7 @@ def test_arms_without_longer_lengths_stand_beside_those_with_them() -> None:
         {"mqar": MAP | {"accuracy": [[1.0], [1.0, 0.5, 0.5]]}},
         {"mqar": MAP | {"accuracy": [["<b>", 0.5, 0.5], [1.0, 0.5, 0.5]]}},
         {"mqar": MAP | {"lengths": []}},
+        {"mqar": MAP | {"accuracy": [[1e999, 0.5, 0.5], [1.0, 0.5, 0.5]]}},
         {"mqar": [1]},
         {"position_loss": LOSS | {"loss": [1.0]}},
         {"position_loss": LOSS | {"loss": ["x", "y", "z"]}},

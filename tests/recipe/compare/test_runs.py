@@ -28,31 +28,23 @@ def test_a_run_is_read_from_its_files(tmp_path: Path) -> None:
     assert list(run.series("val/loss").steps) == [0, 50, 100]
     assert run.final("val/loss") == run.series("val/loss").values[-1]
     assert run.peak() == 11.5
-    assert run.overrides == ("attention=flash", "seed=7", "seq_len=512")
     assert run.notes == ()
 
 
-def test_half_a_last_line_is_left_out_and_noted(tmp_path: Path) -> None:
+def test_damaged_lines_are_left_out_and_noted(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
-    content = path.read_text()
-    lines = len(content.splitlines())
-    for cut in (3, 30, len(content.splitlines()[-1])):
-        path.write_text(content[:-cut])
-        run = read_run(path.parent)
-        assert run.series("train/loss").steps[-1] == 90
-        assert run.notes == (f"line {lines} of metrics.jsonl cannot be read.",)
-    path.write_text(content[:-1])  # the line break alone is missing: nothing is lost
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])  # the line break alone is missing: nothing is lost
     assert read_run(path.parent).series("train/loss").steps[-1] == 100
     assert read_run(path.parent).notes == ()
-
-
-def test_damaged_lines_within_are_counted(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
-    lines = path.read_bytes().splitlines()
+    for end in (3, 30, len(content.splitlines()[-1])):
+        path.write_bytes(content[:-end])
+        assert read_run(path.parent).series("train/loss").steps[-1] == 90
+    lines = content.splitlines()
     lines[3], lines[5] = b"\xff\x00\xfe", b'["step", 5]'
     path.write_bytes(b"\n".join(lines) + b"\n\n")
     run = read_run(path.parent)
-    assert run.notes == ("2 lines from line 4 on of metrics.jsonl cannot be read.",)
+    assert run.notes == ("2 of the lines of metrics.jsonl cannot be read, the first is line 4.",)
     assert 30 not in run.series("train/loss").steps
 
 
@@ -61,15 +53,13 @@ def test_a_run_without_summary_is_read_from_its_lines_and_config(tmp_path: Path)
     (folder / "summary.json").unlink()
     run = read_run(folder)
     assert (run.status, run.step, run.attention, run.seed) == ("unfinished", 120, "flash", 3)
-    assert notes(tmp_path) == ["run wrote no summary: it is still running, or was killed after step 120."]
     assert run.median("throughput/tokens_per_s") == pytest.approx(1000, rel=0.02)
     assert run.final("train/loss") == run.series("train/loss").values[-1]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"status": "comp'])
-def test_a_damaged_summary_is_passed_over(tmp_path: Path, content: str) -> None:
+def test_a_damaged_summary_is_passed_over(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    (folder / "summary.json").write_text(content)
+    (folder / "summary.json").write_text('{"status": "comp')
     run = read_run(folder)
     assert run.status == "unfinished"
     (note,) = run.notes
@@ -98,27 +88,14 @@ def test_losses_that_are_not_finite_are_read_as_such(tmp_path: Path) -> None:
     assert run.diverged() == 110
 
 
-def test_how_runs_ended_is_noted(tmp_path: Path) -> None:
-    """A run whose name is a number is called "run 2", so that the number does not read as a count."""
+def test_why_runs_failed_is_noted(tmp_path: Path) -> None:
+    """A run whose name is a number is called "run 2". An ablated run that came to NaN gets no advice."""
     write_run(tmp_path / "2", status="failed", stop=20, message="disk full.")
     write_run(tmp_path / "b", status="out_of_memory", stop=0, message="CUDA out of memory")
     write_run(tmp_path / "c", status="interrupted", stop=50)
-    assert notes(tmp_path) == [
-        "1 run ran out of memory, which is a result too (b).",
-        "c was interrupted after 50 of 400 steps.",
-        "run 2 failed after step 20: disk full.",
-    ]
-
-
-def test_a_run_that_logged_nothing_is_noted(tmp_path: Path) -> None:
-    (write_run(tmp_path / "a") / "metrics.jsonl").write_text("")
-    (write_run(tmp_path / "b") / "metrics.jsonl").unlink()
-    (write_run(tmp_path / "c", status="out_of_memory", stop=0) / "metrics.jsonl").write_text("")  # noted as its result
-    assert [run.notes for run in find_runs([tmp_path]).runs] == [
-        ("metrics.jsonl is empty, so there is no curve.",),
-        ("metrics.jsonl is missing, so there is no curve.",),
-        (),
-    ]
+    ablated = {"attention.ablate": "no_max_subtraction"}
+    write_run(tmp_path / "d", "tiled", status="failed", stop=25, message="Lower optimizer.lr.", overrides=ablated)
+    assert notes(tmp_path) == ["run 2 failed: disk full."]
 
 
 def test_a_job_that_ended_before_its_record_began_failed_for_what_it_printed_last(tmp_path: Path) -> None:
@@ -135,21 +112,7 @@ def test_a_probe_that_compared_less_than_a_micro_batch_is_noted(tmp_path: Path) 
     """Older versions wrote it as text, which is ignored."""
     for n, tokens in enumerate(([12, 256], "1x128", [1, 128])):
         write_run(tmp_path / str(n), "flash", n, steps=20, summary={"parity": {"tokens": tokens}})
-    assert notes(tmp_path) == [
-        "run 2: the probe compared 1 x 128 of 12 x 256 tokens, because the reference's scores of all did not fit in "
-        "memory."
-    ]
-
-
-def test_an_ablated_run_that_came_to_nan_gets_no_advice(tmp_path: Path) -> None:
-    options = {"attention.ablate": "no_max_subtraction"}
-    stopped = {"status": "failed", "stop": 25, "message": "Lower optimizer.lr.", "non_finite_step": 26}
-    write_run(tmp_path / "a", "tiled", overrides=options, **stopped)  # type: ignore[arg-type]
-    write_run(tmp_path / "b", "tiled", **stopped)  # type: ignore[arg-type]
-    assert notes(tmp_path) == [
-        "a was not finite at step 26, which is the result of attention.ablate=no_max_subtraction.",
-        "b failed after step 25: Lower optimizer.lr.",
-    ]
+    assert notes(tmp_path) == ["run 2: the probe compared 1 x 128 of 12 x 256 tokens."]
 
 
 @pytest.mark.parametrize("damaged", [[1], "text"])
@@ -170,10 +133,8 @@ def test_runs_are_found_at_any_depth_and_in_natural_order(tmp_path: Path) -> Non
         write_run(tmp_path / "sweep" / str(n))
     (tmp_path / "sweep" / "1" / "checkpoints" / "step-00000500").mkdir(parents=True)
     (tmp_path / "sweep" / "notes").mkdir()
-    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"jobs": [["seed=1"]] * 5}))
     found = find_runs([tmp_path / "sweep"])
     assert [run.name for run in found.runs] == ["1", "2", "10"]
-    assert found.notes == ("sweep is a sweep of 5 jobs, of which 3 have a run folder.",)
     assert len(find_runs([tmp_path]).runs) == 3
     assert [run.name for run in find_runs([tmp_path / "sweep" / "2"]).runs] == ["2"]
 
@@ -193,7 +154,7 @@ def test_dirty_trees_mixed_commits_and_devices_are_named(tmp_path: Path) -> None
     )
     assert notes(tmp_path) == [
         "The runs differ in device, so they are not all compared with each other.",
-        "1 run came from a tree with uncommitted changes (a).",
+        "Runs from a tree with uncommitted changes: a.",
         "The runs come from different commits: aaaaaaa, bbbbbbb.",
         "The runs come from different uncommitted changes: 12345678, 9abcdef0.",
         "The runs come from different devices: NVIDIA H200, cpu.",

@@ -178,7 +178,7 @@ def test_compare_notes_what_it_does_not_read(run: Path) -> None:
     notes = " ".join(found.notes)
     assert "config.yaml cannot be read (it has an alias)" in notes
     assert "summary.json cannot be read (it is not JSON)" in notes
-    assert "2 lines from line 1 on of metrics.jsonl cannot be read" in notes
+    assert "2 of the lines of metrics.jsonl cannot be read, the first is line 1" in notes
 
 
 def test_a_configuration_is_read_as_it_was_recorded(tmp_path: Path) -> None:
