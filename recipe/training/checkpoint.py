@@ -23,6 +23,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import math
+import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.atomic import sync, to_disk
+from data.atomic import sync
 from data.untrusted import read_json
 from recipe.distributed.ranks import from_every_rank, from_first_rank, rank
 from recipe.errors import UserError
@@ -124,6 +126,8 @@ def save_checkpoint(
     def finish() -> None:
         with _explained(path):
             _write_manifest(partial, {"step": step, "metadata": plain(metadata), "files": files})
+            if path in best_checkpoint(folder)[1]:  # its weights may be intact
+                path.rename(tempfile.mkdtemp(prefix=f"unreadable-{path.name}-", dir=folder))
             publish(partial, path)
             _link_best(path.parent)
             _prune(path.parent, step, keep_last)
@@ -247,7 +251,8 @@ def _write_manifest(partial: Path, content: dict[str, Any]) -> None:
     """Complete the checkpoint in `partial`, and bring its folders to the disk."""
     with (partial / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(to_json({"format": FORMAT, **content, "digest": _digest(content)}, indent=2))
-        to_disk(file)
+        file.flush()
+        os.fsync(file.fileno())
     for folder in (*(partial / part for part in PARTS), partial):
         sync(folder)
 

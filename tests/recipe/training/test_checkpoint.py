@@ -354,6 +354,8 @@ def test_a_checkpoint_whose_manifest_cannot_be_read_is_named_and_never_removed(t
     assert best == tmp_path / "step-00000002"
     assert "step-00000001 is damaged: the content of manifest.json has changed" in unreadable[manifest.parent]
     assert names(tmp_path) == {"step-00000001", "step-00000002", "step-00000004", "best"}
+    save(tmp_path, 1)  # a run that went back comes to it again
+    assert len(list(tmp_path.glob(f"unreadable-step-00000001-*/{FILES[0]}"))) == 1
 
 
 def test_a_copy_of_the_run_folder_without_links_goes_on(tmp_path: Path) -> None:
