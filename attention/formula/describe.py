@@ -24,9 +24,13 @@ def describe(text: str, causal: bool, window: int | None, sinks: bool) -> str:
     if not is_number(p.factor, 1):
         parts.append(f"multiplied into the queries: {show(p.factor)}")
     parts += [f"{ALONG[part.stage]}: {show(part.node)}" for part in p.hoisted]
-    if not sinks:  # which are no keys
-        parts += [f"{show(x)} is the same for all keys of a query: it changes nothing" for x in without_effect(text)]
-    return "  ".join(parts)
+    return "  ".join(parts + idle(text, sinks))
+
+
+def idle(text: str, sinks: bool) -> list[str]:
+    """A sentence for each summand that changes nothing."""
+    parts = [] if sinks else without_effect(text)  # sinks are no keys
+    return [f"{show(x)} is the same for all keys of a query: it changes nothing" for x in parts]
 
 
 def without_effect(text: str) -> list[Node]:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from attention import Ablation
+from attention.formula.describe import idle
 from recipe.distributed.world import World
 from recipe.run.arena import checked_plan, run_arena, stray_options
 from recipe.run.compose import (
@@ -121,7 +122,13 @@ def sweep(cfg: DictConfig, overrides: list[str], weights: Weights | None) -> Cal
     in any of its jobs, in its folder or in where it would run."""
     folder, launcher = Path(cfg.hydra.sweep.dir), cfg.hydra.launcher
     ranks = int(launcher.get("nodes") or 1) * int(launcher.get("tasks_per_node") or 1)  # of a job, which starts later
-    of_run = partial(mistakes, ranks=ranks if ranks > 1 else None, weights=weights)
+    formulas = dict[tuple[str, bool], None]()
+
+    def of_run(config: Config) -> Iterable[str]:
+        if config.score.formula is not None:
+            formulas[config.score.formula, config.score.sinks] = None
+        return mistakes(config, ranks=ranks, weights=weights)
+
     plan, queued = None, list[Job]()
     if cfg.arena.arms is None:
         queued = checked_jobs(overrides, folder, of_run)
@@ -131,11 +138,14 @@ def sweep(cfg: DictConfig, overrides: list[str], weights: Weights | None) -> Cal
     check_not_running(folder)
     for job in queued:
         job.check_folder()
-    if (ranks := World.from_environment().size) > 1:
+    if (started := World.from_environment().size) > 1:
         raise ConfigError(
-            f"A sweep starts its jobs itself, and {ranks} ranks were started; start it without torchrun. "
+            f"A sweep starts its jobs itself, and {started} ranks were started; start it without torchrun. "
             "hydra/launcher=gpus runs a job on each GPU."
         )
+    for formula, sinks in formulas:
+        for sentence in idle(formula, sinks):
+            print(f"score.formula={formula}: {sentence}")
     queue = Queue(cfg)
     if plan is None:
         return partial(queue.run, queued)

@@ -294,6 +294,11 @@ def test_all_mistakes_are_reported_together(wrong: list[str], here: Path) -> Non
         assert sum(sentence.startswith(override) for sentence in sentences) == 1
 
 
+def test_a_sweep_says_before_it_starts_what_changes_nothing(capsys) -> None:
+    prepare(["experiment=arena", "arena.arms=causal | idle: score.formula=s + log(n)"])
+    assert "log(n): log(n) is the same for all keys" in capsys.readouterr().out
+
+
 def test_flags_may_stand_among_the_overrides(here: Path) -> None:
     assert prepare(["model=tiny", "--cfg", "job", "data=stdlib"]) == ["--cfg", "job", "model=tiny", "data=stdlib"]
     sweep: Any = prepare(["model=tiny", "-m", "seed=1,2", "data=stdlib"])
