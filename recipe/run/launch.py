@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -66,13 +65,6 @@ def prepare(arguments: list[str], weights: Weights | None = None) -> Any:
 
     Raises UserError with one line for each mistake.
     """
-    refuse(
-        [
-            f"{first} {second} has a blank beside the equals sign; write {first}{second}."
-            for first, second in itertools.pairwise(arguments)
-            if (first.endswith("=") and "=" not in second) or second.startswith("=")
-        ]
-    )
     arguments = [as_hydra_reads(argument) for argument in arguments]
     args, rest = get_args_parser().parse_known_args(arguments)
     refuse([f"{f} is not a flag of train.py; overrides have no dashes: key=value." for f in rest if f.startswith("-")])

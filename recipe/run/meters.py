@@ -208,19 +208,19 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-# Dense peak in TFLOP/s: bf16, fp16, tf32 and fp32 (outside the tensor cores), by NVIDIA's datasheet or architecture
+# Dense peak in TFLOP/s: bf16 and fp16, tf32, and fp32 (outside the tensor cores), by NVIDIA's datasheet or architecture
 # whitepaper; half of the figure where a datasheet assumes sparsity. GeForce: fp16 with fp32 accumulation, which
-# is what torch uses. None: the device does not have the precision.
-_H100_SXM = (989.4, 989.4, 494.7, 66.9)  # H100 whitepaper, H100 SXM5
-_H100_PCIE = (756.0, 756.0, 378.0, 51.2)  # H100 whitepaper, H100 PCIe
-_HOPPER_NVL = (835.5, 835.5, 417.5, 60.0)  # H100 NVL and H200 NVL datasheets
-_A100 = (312.0, 312.0, 156.0, 19.5)  # A100 datasheet, the same for SXM and PCIe
-_V100_SXM = (None, 125.0, None, 15.7)  # V100 datasheet
-_V100_PCIE = (None, 112.0, None, 14.0)
+# is what torch uses. None: the device has no tf32, and no bf16 either.
+_H100_SXM = (989.4, 494.7, 66.9)  # H100 whitepaper, H100 SXM5
+_H100_PCIE = (756.0, 378.0, 51.2)  # H100 whitepaper, H100 PCIe
+_HOPPER_NVL = (835.5, 417.5, 60.0)  # H100 NVL and H200 NVL datasheets
+_A100 = (312.0, 156.0, 19.5)  # A100 datasheet, the same for SXM and PCIe
+_V100_SXM = (125.0, None, 15.7)  # V100 datasheet
+_V100_PCIE = (112.0, None, 14.0)
 
-_PEAKS: dict[str, tuple[float | None, float | None, float | None, float | None]] = {
-    "GB200": (2500.0, 2500.0, 1250.0, 80.0),  # GB200 NVL72 datasheet, a GPU's half of the superchip
-    "B200": (2250.0, 2250.0, 1125.0, 75.0),  # HGX B200 datasheet, an eighth
+_PEAKS: dict[str, tuple[float, float | None, float]] = {
+    "GB200": (2500.0, 1250.0, 80.0),  # GB200 NVL72 datasheet, a GPU's half of the superchip
+    "B200": (2250.0, 1125.0, 75.0),  # HGX B200 datasheet, an eighth
     "H200": _H100_SXM,  # H200 datasheet: the H100's chip with more memory
     "H200 NVL": _HOPPER_NVL,
     "GH200 480GB": _H100_SXM,  # GH200 datasheet
@@ -234,23 +234,22 @@ _PEAKS: dict[str, tuple[float | None, float | None, float | None, float | None]]
     "A100-PCIE-40GB": _A100,
     "A100-PCIE-80GB": _A100,
     "A100 80GB PCIe": _A100,
-    "A40": (149.7, 149.7, 74.8, 37.4),  # A40 datasheet
-    "A10": (125.0, 125.0, 62.5, 31.2),  # A10 datasheet
-    "L4": (121.0, 121.0, 60.0, 30.3),  # L4 datasheet
-    "L40": (181.05, 181.05, 90.5, 90.5),  # L40 datasheet
-    "L40S": (362.05, 362.05, 183.0, 91.6),  # L40S datasheet
-    "RTX A6000": (154.8, 154.8, 77.4, 38.7),  # RTX A6000 datasheet and GA102 whitepaper
-    "RTX 6000 Ada Generation": (364.2, 364.2, 182.1, 91.1),  # Ada whitepaper
-    "GeForce RTX 3090": (71.0, 71.0, 35.6, 35.6),  # GA102 whitepaper
-    "GeForce RTX 4090": (165.2, 165.2, 82.6, 82.6),  # Ada whitepaper
-    "GeForce RTX 5090": (209.5, 209.5, 104.8, 104.8),  # RTX Blackwell whitepaper
+    "A40": (149.7, 74.8, 37.4),  # A40 datasheet
+    "A10": (125.0, 62.5, 31.2),  # A10 datasheet
+    "L4": (121.0, 60.0, 30.3),  # L4 datasheet
+    "L40": (181.05, 90.5, 90.5),  # L40 datasheet
+    "L40S": (362.05, 183.0, 91.6),  # L40S datasheet
+    "RTX A6000": (154.8, 77.4, 38.7),  # RTX A6000 datasheet and GA102 whitepaper
+    "RTX 6000 Ada Generation": (364.2, 182.1, 91.1),  # Ada whitepaper
+    "GeForce RTX 3090": (71.0, 35.6, 35.6),  # GA102 whitepaper
+    "GeForce RTX 4090": (165.2, 82.6, 82.6),  # Ada whitepaper
+    "GeForce RTX 5090": (209.5, 104.8, 104.8),  # RTX Blackwell whitepaper
     "V100-SXM2-16GB": _V100_SXM,
     "V100-SXM2-32GB": _V100_SXM,
     "V100-PCIE-16GB": _V100_PCIE,
     "V100-PCIE-32GB": _V100_PCIE,
-    "T4": (None, 65.0, None, 8.1),  # T4 datasheet
+    "T4": (65.0, None, 8.1),  # T4 datasheet
 }
-_COLUMNS = ("bf16", "fp16", "tf32", "fp32")
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -259,7 +258,9 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     The name has to match as a whole: a laptop's RTX 4090, or a MIG slice of an H100, is another device.
     """
     name = device_name.removeprefix("NVIDIA ").removeprefix("Tesla ")
-    teraflops = _PEAKS.get(name, (None,) * 4)[_COLUMNS.index(precision)]
+    half, tf32, fp32 = _PEAKS.get(name, (None, None, None))
+    bf16 = half if tf32 else None
+    teraflops = {"bf16": bf16, "fp16": half, "tf32": tf32, "fp32": fp32}[precision]
     return None if teraflops is None else teraflops * 1e12
 
 

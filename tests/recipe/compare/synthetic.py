@@ -111,7 +111,7 @@ def write_run(
             "eval_every": 50,
         },
         "parity": {"every": probe_every, "reference": "naive"},
-        "tracking": {"mode": "disabled", "project": "gpt-attention", "group": None},
+        "tracking": {"mode": "disabled", "wandb": {"project": "gpt-attention", "group": None}},
     }
     changed = [f"attention={attention}", f"seed={seed}", f"seq_len={seq_len}"]
     for name, value in (overrides or {}).items():

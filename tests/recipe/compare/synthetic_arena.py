@@ -101,7 +101,7 @@ def write(
         "data": {"name": "stdlib", "tokenizer": "bytes"},
         "optimizer": {"name": "adamw", "lr": rate},
         "training": {"steps": STEPS, "batch_size": BATCH, "precision": "auto"},
-        "tracking": {"mode": "disabled", "project": "p", "group": None},
+        "tracking": {"mode": "disabled", "wandb": {"project": "p", "group": None}},
         "arena": {"arm": arm},
     }
     lines: list[dict[str, Any]] = [

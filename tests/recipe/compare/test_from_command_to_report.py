@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 COMMAND = [
-    "experiment=arena", "arena.arms=causal: score=causal | near: score=alibi", "arena.lr=[]",
+    "experiment=arena", "arena.arms=causal: score=causal | near: score=alibi", "arena.rules.lr=[]",
     "arena.seeds=2", "data=text", "data.path=text.txt", "data.cache=cache", "device=cpu", "tracking=disabled",
     "seq_len=16", "model.n_layers=1", "model.n_heads=2", "model.n_embd=16", "training.steps=4",
     "training.eval_every=2", "training.eval_batches=1",

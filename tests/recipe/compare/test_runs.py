@@ -174,7 +174,13 @@ def test_labels_distinguish_variants_of_an_implementation(tmp_path: Path) -> Non
 
 
 def test_only_implementation_seed_and_bookkeeping_may_differ_within_a_cell(tmp_path: Path) -> None:
-    alike = {"seed": 2, "attention.block_q": 16, "training.eval_every": 5, "parity.every": 7, "tracking.group": "x"}
+    alike = {
+        "seed": 2,
+        "attention.block_q": 16,
+        "training.eval_every": 5,
+        "parity.every": 7,
+        "tracking.wandb.group": "x",
+    }
     apart = {
         "model.n_layers": 6,
         "data.name": "text",
