@@ -27,7 +27,7 @@ BUDGETS = {
     "model": 24_200,
     "data": 18_800,
     "recipe/run": 28_200,
-    "recipe/training": 18_200,
+    "recipe/training": 18_250,
     "recipe/distributed": 12_700,
     "recipe/infer": 22_600,
     "recipe/compare": 36_100,
