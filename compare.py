@@ -104,7 +104,7 @@ def referee(config: CompareConfig) -> int:
         judge = Judge(config.referee or "", config.out)
         if config.commit is None:
             board = leaderboard(judge)
-            print(markdown_table(board.columns, board.rows))
+            print(f"{board.title}\n\n{markdown_table(board.columns, board.rows)}")
             return 0
         with judge:
             edit = judge.judge(config.commit, config.salt)

@@ -32,7 +32,7 @@ from recipe.compare.statistics import MOST_PAIRS, NO_GAINS, Calibration, hopeles
 from recipe.compare.watched import READS
 from recipe.errors import UserError
 from recipe.files import to_json
-from recipe.run.run_folder import check_not_running, read_summary
+from recipe.run.run_folder import LOCK, read_summary
 
 RECORDS, LEDGER = Path("records"), "ledger.json"
 KEPT, DROPPED, INVALID = "kept", "dropped", "not valid"
@@ -235,8 +235,8 @@ class Judge:
             found = read_json(done)
             return found | {"bits_per_byte": float(found["bits_per_byte"])}
         if folder.exists():
-            check_not_running(folder)  # a judge that was killed may have left its run
-            shutil.rmtree(folder)
+            with FileLock(folder / LOCK):  # a judge that was killed may have left its run, which ends first
+                shutil.rmtree(folder)
         folder.mkdir(parents=True)
         tree, cache, started = self.worktree(commit), self.home / "tokens", time.monotonic()
         paths = [line.partition("=")[2] for line in self.track.overrides if line.startswith("data.path=")]
@@ -258,6 +258,7 @@ class Judge:
                 raise RefereeError(f"the checkpoint in {folder} cannot be evaluated: {last_line(folder)}")
             measured = json.loads(last_line(folder))
         write_atomically(done, to_json(result(summary, measured, seconds), indent=2))
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a night has hundreds of runs
         return self.run(commit, salt, seed)
 
     def worktree(self, commit: str) -> Path:

@@ -8,6 +8,8 @@ import runpy
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 import compare
 from attention import AttentionConfig, build_attention
@@ -26,6 +29,7 @@ from model.options import GPTConfig
 from recipe.compare import referee
 from recipe.compare.audits import FIXED, FUTURE, OF_TRAINING, InvalidError, check_paths, faults, result
 from recipe.compare.referee import Judge, RefereeError
+from recipe.compare.referee_page import lucky
 from recipe.compare.watched import READS
 from recipe.distributed.world import World
 from recipe.files import flatten
@@ -233,12 +237,26 @@ def test_a_gain_is_kept_and_what_changes_nothing_is_dropped(track: str, capsys: 
     assert "dropped, changed nothing" in capsys.readouterr().out
     assert judged(commit(gain="0.01")) == 1  # is worse than the best now
     assert compare.main(["referee=toy"]) == 0
-    baseline, kept = capsys.readouterr().out.strip().splitlines()[-2:]
+    title, *_, baseline, kept = capsys.readouterr().out.strip().splitlines()[-6:]
+    assert title == "3 edits, 1 kept; by one run each, 1 would be"
     assert all(part in kept for part in (better[:12], "-0.0", "Ada"))
     assert baseline.startswith("| 0 |")
     page = Path("outputs/referee/toy/index.html").read_text()
     assert all(part in page for part in ("dropped, no gain that", better[:12]))
     assert json.loads(Path("outputs/referee/toy/referee.json").read_text())["verdict"] == "dropped"
+
+
+def test_keeping_the_best_run_so_far_keeps_these() -> None:
+    firsts = [
+        (0.1, "dropped"),
+        (-0.2, "dropped"),
+        (-0.1, "dropped"),
+        (-0.3, "kept"),
+        (-0.1, "dropped"),
+        ("inf", "dropped"),
+    ]
+    edits: list[dict[str, Any]] = [{"pairs": [{"difference": one}], "verdict": verdict} for one, verdict in firsts]
+    assert lucky([*edits, {"pairs": [], "verdict": "not valid"}]) == 3  # the second, the fourth, and the next after it
 
 
 def test_a_night_of_salts_keeps_nothing(track: str) -> None:
@@ -320,6 +338,32 @@ def test_a_judge_that_was_killed_goes_on(track: str, monkeypatch: pytest.MonkeyP
     assert continued == expected
 
 
+def test_the_run_of_a_judge_that_was_killed_ends_before_it_is_repeated(
+    track: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = Judge("toy")
+    folder = judge.home / "runs" / f"{track[:12]}-0" / "1"
+    folder.mkdir(parents=True)
+    held, ended = threading.Event(), threading.Event()
+
+    def runs() -> None:
+        with FileLock(folder / ".lock"):
+            held.set()
+            time.sleep(0.2)
+            ended.set()
+
+    def train(*arguments: Any) -> int:
+        assert ended.is_set()
+        return train_by_number(*arguments)
+
+    monkeypatch.setattr(referee, "python", train)
+    left = threading.Thread(target=runs)
+    left.start()
+    assert held.wait(5)
+    assert judge.run(track, 0, 1)["tokens"] == 1000
+    left.join()
+
+
 def test_a_script_runs_a_night_over_patches(
     track: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +420,7 @@ def test_runs_are_trained_and_measured(
     git("add", "model")
     git("commit", "-qm", "a comment")
     assert judged(git("rev-parse", "HEAD")) == 1
+    assert not list(Path("outputs/referee/toy/runs").glob("*/*/checkpoints"))
     out = capsys.readouterr().out
     assert out.startswith("pair 1: +0.00000\n")
     assert "changed nothing" in out
