@@ -179,7 +179,7 @@ class Judge:
         best, number = edit["best"], self.ledger.edits.index(edit) + 1
         first = self.track.first_seed + MOST_PAIRS * edit["keeps"]
         calibration, limit = self.calibration(best, first), float(log_limit(number, edit["keeps"]))
-        gains, seconds = NO_GAINS, 0.0
+        gains, seconds, edit["pairs"] = NO_GAINS, 0.0, []
         while edit["verdict"] is None:
             seed = first + gains.n
             theirs, ours = self.run(**best, seed=seed), self.run(edit["commit"], edit["salt"], seed)
@@ -192,8 +192,7 @@ class Judge:
             same = ours.get("weights") == theirs.get("weights") and gain == 0
             gains = gains if ours["diverged"] or same else gains.add(-gain)
             evidence = float(log_evidence(gains, calibration)) if gains.n > 1 else 0.0
-            pair = {"seed": seed, "difference": gain, "log_evidence": evidence}
-            edit["pairs"] = [*edit["pairs"][: seed - first], pair]
+            edit["pairs"].append({"seed": seed, "difference": gain, "log_evidence": evidence})
             told = f", evidence {math.exp(evidence):.3g} of {math.exp(limit):.3g}" if gains.n > 1 else ""
             print(f"pair {seed - first + 1}: {gain:+.5f}{told}", flush=True)
             if same or ours["diverged"]:
@@ -202,15 +201,11 @@ class Judge:
                 edit |= {"verdict": KEPT, "reason": f"the evidence reaches {math.exp(limit):.3g}"}
             elif hopeless(gains, calibration) or gains.n == MOST_PAIRS:
                 edit |= {"verdict": DROPPED, "reason": f"no gain that {gains.n} pairs show"}
-            else:
-                self.save()
         edit |= {"difference": -gains.mean, "seconds": seconds, "when": datetime.now(UTC).isoformat(timespec="seconds")}
         if gains.n:
             edit["interval"] = [-end for end in reversed(gains.interval())]
             self.ledger.calibration = [float(part) for part in calibration.add(gains)]
         self.save()
-        if edit["verdict"] == DROPPED:
-            self.remove_worktree(edit["commit"])
 
     def calibration(self, best: dict[str, Any], first: int) -> Calibration:
         """The noise of a pair: the ledger's, or measured on the best commit with itself and other initial weights."""
@@ -259,6 +254,7 @@ class Judge:
             measured = json.loads(last_line(folder))
         write_atomically(done, to_json(result(summary, measured, seconds), indent=2))
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a night has hundreds of runs
+        self.remove_worktree(commit)
         return self.run(commit, salt, seed)
 
     def worktree(self, commit: str) -> Path:
@@ -269,7 +265,7 @@ class Judge:
         return tree
 
     def remove_worktree(self, commit: str) -> None:
-        """Remove a commit's files; its runs stay."""
+        """Remove a commit's files."""
         shutil.rmtree(self.home / "worktrees" / commit[:12], ignore_errors=True)
         git(self.top, "worktree", "prune")
 
