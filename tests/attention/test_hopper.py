@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import triton
 
 from attention import AttentionConfig, AttentionShape, KernelPath, Score, UnsupportedAttention, build_attention
 from attention.flash.call import Problem
+from attention.flash.hopper.added import parts_kernel
+from attention.flash.hopper.backward_pipeline import Counters, DeltaConstants, DeltaRows, delta_kernel
+from attention.flash.hopper.configs import backward_blocks
 from attention.flash.paths import choose_path, describe_path
+from attention.flash.tiles import rows_like, tiles
 from attention.spec import Spec
 
 PROBLEM = Problem(Spec(Score(), scale=1.0), 128, torch.bfloat16, 4096, 4096, capability=(9, 0))
@@ -114,3 +121,47 @@ def test_the_paths_of_all_layers_are_named(hopper_gpu):
     assert attend.path(shape(scores=(Score(window=64), Score())), 4096) == "hopper"
     layers = (Score(), Score(window=64))
     assert attend.path(shape(head_dim=128, scores=layers), 512) == "hopper and hopper forward, plain backward"
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the interpreter runs this kernel on a CPU")
+@pytest.mark.parametrize(("in_products", "keys_biased"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("rows", "part"), [(64, 64), (128, 64)])
+def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(rows, part, in_products, keys_biased):
+    """Their scores are zero, and the bias, relative to the part's first query, overflows exp2 at slopes above 1.5."""
+    B, H, T, D = 2, 3, 150, 64
+    torch.manual_seed(0)
+    out, do = torch.randn(2, B, H, T, D)
+    lse2 = rows_like(out)
+    lse2.normal_()
+    slopes = torch.tensor([0.5, 2.0, 3.0])
+    n_m, scale_log2 = math.ceil(T / rows), 0.18
+    stored = DeltaRows(torch.empty(B, H, n_m * rows), rows_like(out), None)
+    if in_products:
+        stored = DeltaRows(None, None, torch.empty(B * H * n_m * rows, 16 if keys_biased else 8, dtype=torch.bfloat16))
+    counters = Counters(*(torch.ones(n, dtype=torch.int32) for n in (B * H * n_m, 1, 1)))
+    blocks = backward_blocks(PROBLEM._replace(head_dim=D))._replace(q=rows, part=part)
+    delta_kernel[(B * H * n_m,)](
+        tiles(out, rows, D), tiles(do, rows, D), lse2, stored, counters, slopes, scale_log2, H, T, n_m,
+        BLOCKS=blocks, CONSTANTS=DeltaConstants(0.9, keys_biased),
+    )  # fmt: skip
+    biased, delta = stored.lse2, stored.delta
+    if in_products:  # in bf16, as sums of three parts each
+        parts = stored.parts[:, :8].float().view(B, H, n_m * rows, 4, 2).sum(3)
+        biased, delta = -parts[..., 0] * scale_log2, -parts[..., 1]
+    if keys_biased:  # what the parts of the keys' bias are multiplied by
+        assert torch.equal(stored.parts[:, 8:], torch.tensor([1.0, 0.0] * 4).bfloat16().expand(len(stored.parts), 8))
+    torch.testing.assert_close(delta[..., :T], 0.9 * (out * do).sum(-1))
+    bias = slopes[:, None] / math.log(2) * (torch.arange(T) % part)
+    torch.testing.assert_close(biased[..., :T], lse2[..., :T] + bias)
+    assert (biased[..., T:] > 1e20).all()
+    assert not any(x.any() for x in counters)
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the interpreter runs this kernel on a CPU")
+def test_a_keys_number_is_the_sum_of_its_parts_and_minus_infinity_stays():
+    x = -torch.randn(2, 1, 150).exp().cumsum(-1)  # the same for all heads
+    x[1, 0, 3] = -math.inf
+    parts = torch.empty(2 * 3 * 256, 8, dtype=torch.bfloat16)
+    parts_kernel[(2, 6)](x, parts, x.stride(0), 0, 0.125, 3, 150, ROWS=128)
+    assert torch.equal(parts.float().sum(-1).view(2, 3, 256)[..., :150], (x / 0.125).expand(2, 3, 150))
+    assert not parts.view(2, 3, 256, 8)[:, :, 150:].any()
