@@ -211,7 +211,11 @@ def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
     runs  in the sweep's folder; their names are the numbers of the plan. Others than the planned ones do not count
     """
     planned, task = {str(one.number): one for one in [*plan.lr_runs(), *plan.seed_runs()]}, task_of(runs)
-    by_number = {int(run.name): run for run in runs if run.name in planned and _is_planned(run, planned[run.name])}
+    by_number = {
+        int(run.name): run
+        for run in runs
+        if (one := planned.get(run.name)) and (run.seed, run.option("arena.arm", one.arm)) == (one.seed, one.arm)
+    }
     arms = {arm: _arm_runs(plan, arm, by_number, task) for arm in plan.arms}
     baseline = arms[plan.baseline]
     margin = plan.margin * (1.0 if task else baseline.loss or 0.0)  # of all answers, or of the loss
@@ -219,11 +223,6 @@ def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
     levels = holm_levels([one.p for one in found], ALPHA / plan.planned_looks)
     comparisons = tuple(replace(one, level=level) for one, level in zip(found, levels, strict=True))
     return Arena(plan, arms, comparisons, by_number, task)
-
-
-def _is_planned(run: Run, planned: PlannedRun) -> bool:
-    """Whether a run has the seed and the arm that its number has in the plan."""
-    return run.seed == planned.seed and run.option("arena.arm", planned.arm) == planned.arm
 
 
 def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run], task: str | None) -> ArmRuns:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from data.errors import first_few
 from recipe.compare.figures import charts
 from recipe.compare.headline import Headline, headline, notes_on
-from recipe.compare.labels import places
+from recipe.compare.labels import Place, places
 from recipe.compare.parity import judge
 from recipe.compare.runs import Run, RunSet
 from recipe.compare.sweeps import Sweep, labels_of, sweeps_of
@@ -72,14 +72,14 @@ def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report
     found_at = places([cell.runs for cell in cells])
     where = {run.name: ", ".join(place) for cell, place in zip(cells, found_at, strict=True) for run in cell.runs}
     differing = places([sweep.runs for sweep in sweeps])
-    verdicts = judge(cells, reference)
+    verdicts = [judge(sweep.cells, reference) for sweep in sweeps]
     (out / "figures").mkdir(parents=True, exist_ok=True)
     sections = tuple(
-        _section(sweep, verdicts, reference, f"{n + 1}-" if len(sweeps) > 1 else "", first_few(differing[n]), out)
-        for n, sweep in enumerate(sweeps)
+        _section(sweep, found, reference, f"{n}-" if len(sweeps) > 1 else "", settings, out)
+        for n, (sweep, found, settings) in enumerate(zip(sweeps, verdicts, differing, strict=True), 1)
     )
     spoken = next((section.headline for section in sections if section.headline.tone == "broken"), sections[0].headline)
-    outcome = outcome_of([verdict for verdict in verdicts if verdict.agreements])
+    outcome = outcome_of([verdict for found in verdicts for verdict in found if verdict.agreements])
     report = Report(
         headline=spoken.text,
         tone=spoken.tone,
@@ -112,25 +112,20 @@ def write_page(report: Report, out: Path, csv: str, **shown: Any) -> None:
 
 
 def _section(
-    sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: str, settings: str, out: Path
+    sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: str, settings: Place, out: Path
 ) -> Section:
     """Draw and describe a sweep.
 
-    prefix  of its files and ids
+    verdicts  on its implementations
+    prefix    of its files and ids
     settings  the ones that differ from other sweeps
     """
-    verdicts_here = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
+    found = headline(sweep, verdicts, reference)
     model, data = (_all_of(str(run.option(f"{part}.name", part)) for run in sweep.runs) for part in ("model", "data"))
-    parity, cells = parity_table(verdicts_here, reference), cell_table(sweep)
-    tables = parity, cells, ablation_table(sweep.runs)
-    return Section(
-        prefix,
-        f"{model} on {data}{f', {settings}' if settings else ''}",
-        subtitle(sweep.runs),
-        headline(sweep, verdicts_here, reference),
-        tuple(draw(chart, out) for chart in charts(sweep, verdicts_here, reference, prefix)),
-        tuple(table for table in tables if table),
-    )
+    title = ", ".join(filter(None, (f"{model} on {data}", first_few(settings))))
+    drawings = tuple(draw(chart, out) for chart in charts(sweep, verdicts, reference, prefix))
+    tables = parity_table(verdicts, reference), cell_table(sweep), ablation_table(sweep.runs)
+    return Section(prefix, title, subtitle(sweep.runs), found, drawings, tuple(table for table in tables if table))
 
 
 def subtitle(runs: Sequence[Run]) -> str:

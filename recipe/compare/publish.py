@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +39,7 @@ def _log(runs: Sequence[Run], out: Path, mode: Any) -> str:
 
         settings = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=LIMIT / 3)
         run = wandb.init(
-            project=project, group=group or None, job_type="report", name="report", id=run_id(group), mode=mode,
+            project=project, group=group or None, job_type="report", name="report", mode=mode,
             dir=str(out), settings=settings,
         )  # fmt: skip
         page = wandb.Artifact("report", type="report")
@@ -51,8 +50,3 @@ def _log(runs: Sequence[Run], out: Path, mode: Any) -> str:
     except Exception as error:
         return f"W&B could not take the report ({type(error).__name__}: {error}); the report on disk is complete."
     return f"W&B: {location}"
-
-
-def run_id(group: str) -> str | None:
-    """The id of the reports on a group, of which W&B keeps one run; None without a group: each report is a new run."""
-    return f"report-{hashlib.sha256(group.encode()).hexdigest()[:16]}" if group else None

@@ -113,14 +113,13 @@ def parity_table(verdicts: Sequence[Verdict], reference: str) -> Table | None:
                 f"{max(alone.errors.values()):.2g}" if alone and alone.errors else DASH,
                 DASH if probe is None else times(probe.ratio).removesuffix(" times"),
                 EQUAL if equal else DASH if share is None else percent(share),
-                DASH if curve is None or equal else size(curve.largest),
                 DASH if final is None or equal else size(final.difference),
                 DASH if final is None or final.floor is None else size(final.floor),
                 "; ".join(_faults(verdict)) or DASH,
                 "; ".join([*(gap.value for gap in verdict.gaps), *(alone.unseen if alone else ())]) or DASH,
             ]
         )
-    columns = ["settings", "implementation", "parity", "attention alone", "same weights", "curve", "furthest apart"]
+    columns = ["settings", "implementation", "parity", "attention alone", "same weights", "curve"]
     columns += ["final losses", "rounding adds up to", "where", "not measured"]
     caption = (
         f"Attention alone: its error, as a share of what rounding explains. Same weights: the difference from "
@@ -171,7 +170,7 @@ def ablation_table(runs: Sequence[Run]) -> Table | None:
                 "none" if tile is None else str(tuple(tile)) if isinstance(tile, list) else DASH,
                 "none" if row is None else str(row),
                 "inf or NaN" if entry.get("non_finite") else "finite",
-                size(number(entry.get("max_error"))),
+                shown(number(entry.get("max_error")), "{:.2g}"),
             )
         )
     columns = ["left out", "dtype", "first wrong tile", "row", "output", "largest finite error"]
