@@ -84,8 +84,8 @@ def cell_table(sweep: Sweep) -> Table | None:
     columns = [sweep.axis or "settings", "implementation", "outcome", "seeds", "train loss", "val loss"]
     columns += ["to the lowest", "tokens/s", "step", "MFU (causal)"]
     columns += [f"memory{' (one layer)' if attention_alone(sweep.runs) else ''}"]
-    title = f"By {sweep.axis}" if sweep.axis else f"By {'setting' if len(sweep.cells) > 1 else 'implementation'}"
-    title += "" if sweep.axis else ", lowest loss first"
+    order = f"{'setting' if len(sweep.cells) > 1 else 'implementation'}, lowest loss first"
+    title = f"By {sweep.axis or order}"
     caption = (
         "Losses: means over seeds ± standard deviation of one. To the lowest: paired by seed, with an interval that "
         "holds for all pairs of rows together. Costs: medians; tokens/s ± half the range of most steps."
@@ -119,8 +119,10 @@ def parity_table(verdicts: Sequence[Verdict], reference: str) -> Table | None:
                 "; ".join([*(gap.value for gap in verdict.gaps), *(alone.unseen if alone else ())]) or DASH,
             ]
         )
-    columns = ["settings", "implementation", "parity", "attention alone", "same weights", "curve"]
-    columns += ["final losses", "rounding adds up to", "where", "not measured"]
+    columns = [
+        "settings", "implementation", "parity", "attention alone", "same weights", "curve", "final losses",
+        "rounding adds up to", "where", "not measured",
+    ]  # fmt: skip
     caption = (
         f"Attention alone: its error, as a share of what rounding explains. Same weights: the difference from "
         f"{reference}, in units of the rounding; up to {PARITY_MARGIN:g} is accepted. Curve: the distance of the "

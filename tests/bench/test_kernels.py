@@ -134,16 +134,9 @@ def test_a_renewed_record_has_new_figures_and_the_others_become_bounds() -> None
 def test_a_bound_is_that_of_the_same_triton_or_the_most_of_others() -> None:
     fewer = FIGURES._replace(registers=90, spilled=20)
     record = Record({"k": Entry("a", {"3.6": FIGURES, "3.7": fewer})})
-    assert record.bound("k", "3.7") == fewer
-    assert record.bound("k", "3.8") == Figures("", 100, 20, 4096, 0)
-    assert record.bound("unknown", "3.7") is None
-
-
-def test_only_changed_kernels_are_compared_with_the_figures_of_another_triton() -> None:
-    record = Record({"k": Entry("a", {"3.7": FIGURES})})
-    assert bound(record, kernel("k", "a"), "3.7") == FIGURES
-    assert bound(record, kernel("k", "a"), "3.9") is None
-    assert bound(record, kernel("k", "b"), "3.9") == FIGURES._replace(ptx="")
+    assert bound(record, kernel("k", "a"), "3.7") == bound(record, kernel("k", "b"), "3.7") == fewer
+    assert bound(record, kernel("k", "a"), "3.9") is None  # an unchanged kernel that this Triton has not compiled
+    assert bound(record, kernel("k", "b"), "3.9") == Figures("", 100, 20, 4096, 0)
     assert bound(record, kernel("added", "a"), "3.7") == NEW
 
 
