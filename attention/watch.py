@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .check.calls import weights_shown
 from .check.formula import Problem
 from .check.judge import Verdict, judge
 from .errors import AttentionError, UnsupportedAttention
@@ -534,15 +535,12 @@ def kept_weights(attend: Attend, taken: Taken, rewind: Callable[[], object]) -> 
     With q = 0 no weight that a query sees is zero, and with one-hot rows in v the output shows the weights.
     """
     q, k, v = (taken.values[name] for name in "qkv")
-    S, D = k.shape[2], v.shape[-1]
     rewind()
     if not torch.equal(out_of(attend(q, k, v)), taken.values["out"]):
         return None
-    kept = []
-    for first in range(0, S, D):
-        n = min(D, S - first)
-        one_hot, column = torch.zeros_like(v), torch.arange(n, device=v.device)
-        one_hot[:, :, first + column, column] = 1
+
+    def again(v: Tensor) -> Tensor:
         rewind()
-        kept.append(out_of(attend(torch.zeros_like(q), k, one_hot))[taken.sequences, ..., :n] != 0)
-    return torch.cat(kept, dim=-1)
+        return out_of(attend(torch.zeros_like(q), k, v))[taken.sequences] != 0
+
+    return weights_shown(again, v)

@@ -1,16 +1,22 @@
-"""Correct attention in many ways, none of which a check may accuse. RIGHT has ten of them by name."""
+"""Correct attention in many ways, none of which a check may accuse: RIGHT by configuration, NAMES with all others."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-from torch.nn.functional import pad
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
-from attention import Attention, AttentionConfig, SDPABackend
+from attention import Attention, AttentionConfig, Score, SDPABackend, build_attention
+from attention.check.subject import Subject, find, ours
 from tests.attention_in_steps import InSteps, Steps, dot
 
 LOG2_E = math.log2(math.e)
+Attend = Callable[..., Tensor]  # of q, k, v, causal and scale
 
 
 class BackwardSteps(Steps):
@@ -101,3 +107,123 @@ RIGHT = {
     "sdpa": AttentionConfig("sdpa", backend=SDPABackend.math),
     **{cls.name: AttentionConfig(cls.name) for cls in CLASSES},
 }
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
+    """As a textbook has it, in the precision of q."""
+    group, (T, S) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    s = torch.einsum("bhid,bhjd->bhij", q * (q.shape[-1] ** -0.5 if scale is None else scale), k)
+    return s.masked_fill(~seen(T, S, causal), -torch.inf).softmax(-1) @ v
+
+
+def seen(T: int, S: int, causal: bool) -> Tensor:
+    return torch.ones(T, S, dtype=torch.bool).tril(S - T if causal else S)
+
+
+def torchs(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
+    mask = seen(q.shape[2], k.shape[2], True) if causal else None
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+
+
+def of(config: AttentionConfig) -> Attend:
+    attend = build_attention(config)
+    return lambda q, k, v, causal=True, scale=None: attend(q, k, v, score=Score(causal=causal), scale=scale).out
+
+
+BASES: dict[str, Attend] = {
+    "formula": formula,
+    "torch's": torchs,
+    "naive": of(AttentionConfig("naive")),
+    "tiled": of(AttentionConfig("tiled", block_q=16, block_k=16)),
+}
+
+
+Way = Callable[..., Tensor]  # of an attention, q, k, v, causal and scale
+
+
+def around(put: Callable[[Tensor], Tensor], take: Callable[[Tensor, Tensor], Tensor] = lambda out, q: out) -> Way:
+    """The attention of changed q, k and v; take(out, q) changes the output back."""
+    return lambda attend, q, k, v, *rest: take(attend(put(q), put(k), put(v), *rest), q)
+
+
+def permuted(attend: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    out = attend(q.unflatten(1, (-1, group)).flip(1).flatten(1, 2), k.flip(1), v.flip(1), *rest)
+    return out.unflatten(1, (-1, group)).flip(1).flatten(1, 2)
+
+
+def one_head_each(attend: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    heads = zip(q.split(q.shape[1] // k.shape[1], 1), k.split(1, 1), v.split(1, 1), strict=True)
+    return torch.cat([attend(*one, *rest) for one in heads], 1)
+
+
+def one_sequence_each(attend: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    return torch.cat([attend(*one, *rest) for one in zip(q.split(1), k.split(1), v.split(1), strict=True)])
+
+
+def chunks(attend: Attend, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """Of queries, each with the keys that it sees."""
+    outs, end = [], k.shape[2] - q.shape[2]
+    for part in q.split(24, 2):
+        end += part.shape[2]
+        keys = slice(end if causal else None)
+        outs.append(attend(part, k[:, :, keys], v[:, :, keys], causal, scale))
+    return torch.cat(outs, 2)
+
+
+def repeated_heads(attend: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return attend(q, k, v, *rest)
+
+
+def padded_channels(attend: Attend, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    D = q.shape[-1]
+    q, k, v = (pad(x, (0, -D % 64)) for x in (q, k, v))
+    return attend(q, k, v, causal, D**-0.5 if scale is None else scale)[..., :D]
+
+
+def padded_tokens(attend: Attend, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """With keys that no query but those of padding sees."""
+    T = q.shape[2]
+    return (
+        attend(*(pad(x, (0, 0, 0, 31)) for x in (q, k, v)), causal, scale)[:, :, :T]
+        if causal
+        else attend(q, k, v, causal, scale)
+    )
+
+
+WAYS: dict[str, Way] = {
+    "as it is": lambda attend, *call: attend(*call),
+    "in fp64": around(lambda x: x.double(), lambda out, q: out.to(q.dtype)),
+    "in fp32": around(lambda x: x.to(torch.promote_types(x.dtype, torch.float32)), lambda out, q: out.to(q.dtype)),
+    "heads between tokens": around(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
+    "sequences backwards": around(lambda x: x.flip(0), lambda out, q: out.flip(0)),
+    "channels backwards": around(lambda x: x.flip(3), lambda out, q: out.flip(3)),
+    "recomputed": lambda attend, *call: checkpoint(attend, *call, use_reentrant=False),
+    "permuted heads": permuted,
+    "one head each": one_head_each,
+    "one sequence each": one_sequence_each,
+    "chunks": chunks,
+    "repeated heads": repeated_heads,
+    "padded channels": padded_channels,
+    "padded tokens": padded_tokens,
+}
+NAMED = ("sdpa-flash", "sdpa-math", "hf-eager", "hf-sdpa")
+COMPILED = "compiled"
+NAMES = [*RIGHT, *NAMED, COMPILED, *(f"{base}, {way}" for base in BASES for way in WAYS)]
+
+
+def subject(name: str) -> Subject:
+    """The correct attention of a name of NAMES, as the check takes it; RIGHT has to be registered."""
+    if name in RIGHT:
+        return ours(name, "", "under_test", build_attention(replace(RIGHT[name], dropout=0.0)), frozenset())
+    if name in NAMED:
+        return find(name)
+    base, _, way = name.partition(", ")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
+        return WAYS[way](BASES[base], q, k, v, causal, scale)
+
+    function = torch.compile(formula, backend="aot_eager", dynamic=True) if name == COMPILED else attend
+    return Subject(name, "", "under_test", function, "plain", frozenset({"causal", "full", "scale", "grouped"}))

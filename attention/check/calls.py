@@ -43,6 +43,20 @@ def results_of(
     return results | dict(zip(leaves, found, strict=True))
 
 
+def weights_shown(attend: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
+    """The weights (B, H, T, S) after dropout, which the output is where v has a single 1 in each column.
+
+    attend  gives the output for values like v (B, H_kv, S, D)
+    """
+    (S, D), parts = v.shape[2:], []
+    for first in range(0, S, D):
+        n = min(D, S - first)
+        one_hot = torch.zeros_like(v)
+        one_hot[:, :, first : first + n, :n] = torch.eye(n, dtype=v.dtype, device=v.device)
+        parts.append(attend(one_hot)[..., :n])
+    return torch.cat(parts, dim=-1)
+
+
 def problem_of(
     q: Tensor,
     k: Tensor,

@@ -58,14 +58,14 @@ class Case:
     mask       the visible keys come as a mask tensor
     """
 
-    T: int = 64
-    S: int = 64
-    D: int = 16
     B: int = 1
     H: int = 2
     H_kv: int = 2
-    dtype: str = "fp32"
+    T: int = 64
+    S: int = 64
+    D: int = 16
     causal: bool = True
+    dtype: str = "fp32"
     top_left: bool = False
     window: int | None = None
     documents: tuple[int, ...] = ()

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .calls import weights_shown
 from .cases import Case, draw, problem
 from .judge import judge
 from .program import calling
@@ -48,18 +49,13 @@ def dropout(session: Session) -> Iterator[Line]:
 def drawn_mask(session: Session, case: Case) -> tuple[Tensor, Tensor]:
     """The weights that an implementation keeps, and those that its queries see, (B, H, T, S) bool. Raises Refused."""
     inputs = draw(replace(case, spread=0.1, memory="contiguous", trend="none"), session.device)
-    columns = []
-    for first in range(0, case.S, case.D):
-        v = torch.zeros_like(inputs.v)
-        n = min(case.D, case.S - first)
-        v[:, :, first : first + n, :n] = torch.eye(n, dtype=v.dtype, device=v.device)
+
+    def attend(v: Tensor) -> Tensor:
         out = results(session.subject, case, inputs.changed(v=v), gradients=False)["out"]
         assert out is not None
-        columns.append(out[..., :n])
-    seen = torch.ones(case.T, case.S, dtype=torch.bool, device=session.device)
-    if case.causal:
-        seen = seen.tril(case.first_position())
-    return torch.cat(columns, dim=-1) != 0, seen.expand(case.B, case.H, -1, -1)
+        return out
+
+    return weights_shown(attend, inputs.v) != 0, problem(case, inputs).seen.expand(case.B, case.H, -1, -1)
 
 
 def agreement(a: Tensor, b: Tensor, seen: Tensor) -> float:

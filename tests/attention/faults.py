@@ -1,11 +1,11 @@
 """Planted faults that the checker and the probe of a run catch, and correct attention that they must not accuse.
 
-    python -m tests.attention.faults                     every fault in three precisions: five minutes on two cores
-    python -m tests.attention.faults --right 5 --quick   ten kinds of correct attention with five seeds: five minutes
-    python -m tests.attention.faults --right 5           the same with all inputs of the check: an hour
+    python -m tests.attention.faults                  every fault in three precisions: five minutes on two cores
+    python -m tests.attention.faults --right --quick  all correct attention of tests/right_attention.py: twenty minutes
+    python -m tests.attention.faults --right          the same with all inputs of the check: hours
 
-The first writes bench/results/attention-faults-<CPU>.json and the others attention-right-<CPU>.json, and each goes on
-where it stopped at the same commit. A table beside it counts its rows, and `make tables` pastes it into docs/check.md.
+The first writes bench/results/attention-faults-<CPU>.json, and goes on where it stopped at the same commit, the others
+attention-right-<CPU>.json. `make tables` pastes the table beside it into docs/check.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from recipe.training.parity import beyond_rounding, wrong_alone
 from recipe.training.parity_probe import ParityConfig, ParityProbe
 from recipe.wording import markdown_table as table
 from tests import right_attention, wrong_attention
-from tests.right_attention import ALLOWED, RIGHT
+from tests.right_attention import ALLOWED
 from tests.wrong_attention import FAULTS, Fault
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -127,18 +127,14 @@ def fault_rows(row: Row) -> list[Row]:
     return [row | caught | probed(fault, dtype)]
 
 
-def right_rows(name: str, seed: int, quick: bool) -> list[Row]:
-    """Rows with everything that accuses correct attention, one for each precision. All of them contain the check's
-    result, which covers all precisions."""
+def right_row(name: str, quick: bool) -> list[Row]:
+    """What the check says about correct attention."""
     allowed = ALLOWED.get(name, NONE)
-    report = checked(RIGHT[name], tuple(DTYPES), seed, quick, allowed)
-    share = max(line.share for line in report.lines if line.share is not None)
+    report = replace(check(right_attention.subject(name), seconds=3600, quick=quick), allowed=allowed)
+    largest = max(line.share for line in report.lines if line.share is not None)
+    accused = [line.name for line in report.failed()]
     calls = sum(line.calls for line in report.lines)
-    config = replace(RIGHT[name], dropout=0.0 if name == "sdpa" else 0.1)  # torch's masks cannot be replayed
-    check = {"check": [line.name for line in report.failed()], "allowed": sorted(allowed), "largest": share}
-    check |= {"calls": calls, "quick": quick}
-    rows: list[Row] = [{"name": name, "dtype": dtype, "seed": seed} for dtype in DTYPES]
-    return [row | check | probed(Fault(config), row["dtype"], seed) for row in rows]
+    return [{"name": name, "accused": accused, "allowed": sorted(allowed), "largest": largest, "calls": calls}]
 
 
 CAUGHT: dict[str, Callable[[Row], bool]] = {
@@ -148,20 +144,20 @@ CAUGHT: dict[str, Callable[[Row], bool]] = {
     "its calls of each layer in that precision alone": lambda row: not row["layers"] <= 1,
     "its comparison of whole models alone": lambda row: bool(row["whole_model"]),
 }
-ACCUSED: dict[str, Callable[[Row], bool]] = {
-    "accused by `gpt-attention check`": lambda row: bool(row["check"]),
-    "accused by the probe of a run": lambda row: row["warned"] is not None or bool(row["whole_model"]),
-    "with more than three quarters of the error that is allowed": lambda row: (
-        max(row["largest"], row["layers"], row["layers_higher"]) > 0.75
-    ),
-}
 
 
-def counts(rows: Sequence[Row], lines: dict[str, Callable[[Row], bool]]) -> str:
+def caught(rows: Sequence[Row]) -> str:
     """A line for each question, with the number of rows of each precision for which the answer is yes."""
     of = {dtype: [row for row in rows if row["dtype"] == dtype] for dtype in DTYPES}
     head = ["", *(f"{dtype}, of {len(of[dtype])}" for dtype in DTYPES)]
-    return table(head, ([label, *(str(sum(map(true, of[x]))) for x in DTYPES)] for label, true in lines.items()))
+    return table(head, ([label, *(str(sum(map(true, of[x]))) for x in DTYPES)] for label, true in CAUGHT.items()))
+
+
+def accused(rows: Sequence[Row]) -> str:
+    """The number of correct implementations and of those that are accused."""
+    wrong, most = [row["name"] for row in rows if row["accused"]], max(row["largest"] for row in rows)
+    head = ["correct", "calls", "accused", "the largest error, as a share of the allowed one"]
+    return table(head, [[str(len(rows)), f"{sum(row['calls'] for row in rows):,}", str(len(wrong)), f"{most:.2f}"]])
 
 
 def say(line: str) -> None:
@@ -190,17 +186,6 @@ def faults_left(recorder: Recorder) -> list[Job]:
     return [partial(fault_rows, row) for row in rows if same_commit(recorder, row) is None]
 
 
-def right_left(recorder: Recorder, seeds: int, quick: bool) -> list[Job]:
-    """The measurements of correct attention that this commit has not made yet, or only with --quick."""
-    left: list[Job] = []
-    for seed in range(seeds):
-        for name in RIGHT:
-            earlier = same_commit(recorder, {"name": name, "dtype": "fp16", "seed": seed})
-            if earlier is None or (earlier["quick"] and not quick):
-                left.append(partial(right_rows, name, seed, quick))
-    return left
-
-
 def same_commit(recorder: Recorder, row: Row) -> Row | None:
     """The row as this commit has measured it before."""
     earlier = recorder.earlier(row)
@@ -209,15 +194,17 @@ def same_commit(recorder: Recorder, row: Row) -> Row | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--right", type=int, metavar="SEEDS", help="check correct attention instead of faults")
+    parser.add_argument("--right", action="store_true", help="check correct attention instead of faults")
     parser.add_argument("--quick", action="store_true", help="with --right: a twelfth of the inputs")
     asked = parser.parse_args()
     now = measurement(["tests.attention.faults", *sys.argv[1:]], torch.device("cpu"))
-    path = result_file("attention-faults" if asked.right is None else "attention-right", now["device"])
-    with Recorder(path, ("name", "dtype", "seed"), now) as recorder:
-        jobs = faults_left(recorder) if asked.right is None else right_left(recorder, asked.right, asked.quick)
+    path = result_file("attention-right" if asked.right else "attention-faults", now["device"])
+    with Recorder(path, ("name",) if asked.right else ("name", "dtype", "seed"), now) as recorder:
+        jobs = faults_left(recorder)
+        if asked.right:
+            jobs = [partial(right_row, name, asked.quick) for name in right_attention.NAMES]
         measure(recorder, jobs)
-    write_table(path.with_suffix(".md"), counts(read(path), CAUGHT if asked.right is None else ACCUSED), path)
+    write_table(path.with_suffix(".md"), accused(read(path)) if asked.right else caught(read(path)), path)
 
 
 if __name__ == "__main__":

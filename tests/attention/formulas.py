@@ -13,7 +13,7 @@ from torch import Tensor
 from attention import AttentionOutput, DropoutKey, Layout, Score, keep_mask
 from attention.check.formula import Problem as Reference
 from attention.check.formula import evaluate
-from tests.attention.reference import KEY
+from tests.attention.reference import KEY, gradients
 
 Maker = Callable[[int, int, int], dict[str, Tensor]]  # of sequences, heads and positions
 
@@ -124,7 +124,7 @@ class Problem:
         return torch.where(seen[:, None], changed.expand(B, H, T, S), -torch.inf)
 
     def evaluated(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor], sinks: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **tensors: Tensor
     ) -> dict[str, Tensor]:
         """out (B, H, T, D) and lse (B, H, T)."""
         seen, keep = self.seen()[:, None], None
@@ -139,18 +139,14 @@ class Problem:
         """out and all gradients computed in `dtype`, for q, k and v rounded to `of`."""
         wide = torch.promote_types(dtype, torch.float32)
         return gradients(
-            lambda *given: self.evaluated(*given)["out"],
+            lambda *qkv, **others: self.evaluated(*qkv, **others)["out"],
             *(x.to(of).to(dtype) for x in (self.q, self.k, self.v, self.do)),
-            {name: x.to(wide) for name, x in self.tensors.items()},
-            None if self.sinks is None else self.sinks.to(wide),
+            **{name: x.to(wide) for name, x in self.learned().items()},
         )
 
-    def lse(self) -> Tensor:
-        """(B, H, T) fp64, of the formula in fp64."""
-        tensors, sinks = {n: x.double() for n, x in self.tensors.items()}, None
-        if self.sinks is not None:
-            sinks = self.sinks.double()
-        return self.evaluated(self.q.double(), self.k.double(), self.v.double(), tensors, sinks)["lse"]
+    def learned(self) -> dict[str, Tensor]:
+        """The formula's tensors and the sinks, by name."""
+        return self.tensors | ({} if self.sinks is None else {"sinks": self.sinks})
 
     def computed(
         self, attend: Callable[..., AttentionOutput], dtype: torch.dtype, backward: bool = True, device: str = "cpu"
@@ -161,18 +157,16 @@ class Problem:
             starts, ends = layout.document_starts.to(device), layout.document_ends.to(device)
             layout = layout._replace(document_starts=starts, document_ends=ends)
 
-        def run(q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor], sinks: Tensor | None) -> Tensor:
+        def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **tensors: Tensor) -> Tensor:
             key: DropoutKey | None = KEY if self.dropout else None
             options: dict[str, Any] = {"score": self.score, "layout": layout, "dropout_key": key, "sinks": sinks}
             return attend(q, k, v, **options, tensors=tensors).out
 
         q, k, v, do = (x.to(dtype).to(device) for x in (self.q, self.k, self.v, self.do))
         wide = torch.promote_types(dtype, torch.float32)
-        tensors = {name: x.to(wide).to(device) for name, x in self.tensors.items()}
-        sinks = None if self.sinks is None else self.sinks.to(wide).to(device)
-        if not backward:
-            return {"out": run(q, k, v, tensors, sinks).double().cpu()}
-        return gradients(run, q, k, v, do, tensors, sinks)
+        learned = {name: x.to(wide).to(device) for name, x in self.learned().items()}
+        found = gradients(run, q, k, v, do, **learned) if backward else {"out": run(q, k, v, **learned)}
+        return {name: x.double().cpu() for name, x in found.items()}
 
 
 class Batched:
@@ -196,18 +190,6 @@ def axes_of(name: str, text: str) -> int:
         if depth == 0:
             break
     return count
-
-
-def gradients(run: Callable[..., Tensor], *arguments: Any) -> dict[str, Tensor]:
-    """out and the gradients of q, k, v, each tensor and the sinks, in fp64."""
-    q, k, v, do, tensors, sinks = arguments
-    leaves = {"q": q, "k": k, "v": v, **tensors} | ({} if sinks is None else {"sinks": sinks})
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
-    given = {name: leaves[name] for name in tensors}
-    out = run(leaves["q"], leaves["k"], leaves["v"], given, leaves.get("sinks"))
-    found = torch.autograd.grad(out, list(leaves.values()), do)
-    results = {"out": out.detach()} | {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
-    return {name: x.double().cpu() for name, x in results.items()}
 
 
 KINDS = ("square", "more keys", "more queries", "documents", "window", "offset", "full")

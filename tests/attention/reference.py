@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, AttentionOutput, DropoutKey, Layout, Score, build_attention, keep_mask, varlen
+from attention import AttentionConfig, AttentionOutput, DropoutKey, Layout, Score, build_attention, documents, varlen
+from attention.check import cases as checked
+from attention.check.calls import problem_of
 from attention.check.formula import Problem, evaluate
 from attention.check.judge import judge
 from attention.check.run import interpreting
@@ -23,94 +25,54 @@ KEY = DropoutKey(seed=1337, step=11, layer=3, first_sequence=5)
 
 
 @dataclass(frozen=True)
-class Case:
-    """One attention problem: q (B, H, T, D) against k, v (B, H_kv, S, D).
+class Case(checked.Case):
+    """A case of the check as a call of an Attention. `offset` is the scores' mean. Where there are other queries than
+    keys, documents are those of the keys."""
 
-    The scores are about normal, with mean `offset` and standard deviation `spread`. `documents` are lengths that add up
-    to S; each further sequence of the batch has them in another order.
-    """
-
-    B: int
-    H: int
-    H_kv: int
-    T: int
-    S: int
-    D: int
-    causal: bool = True
-    dropout: float = 0.0
-    spread: float = 1.0
     offset: float = 0.0
-    window: int | None = None
-    soft_cap: float | None = None
-    alibi: bool = False
-    sinks: bool = False
-    documents: tuple[int, ...] = ()
 
     @property
     def score(self) -> Score:
         return Score(self.causal, self.window, self.soft_cap, self.alibi, self.sinks)
 
-    def document_ids(self) -> Tensor:
-        """(B, S) int64: the number of the document that each position belongs to."""
-        ids, n = torch.arange(len(self.documents)), len(self.documents)
-        rows = [self.documents[b % n :] + self.documents[: b % n] for b in range(self.B)]
-        return torch.stack([ids.repeat_interleave(torch.tensor(row)) for row in rows])
-
     def layout(self, device: torch.device | str = "cpu") -> Layout:
         """The documents as a call takes them."""
-        if not self.documents:
-            return Layout()
-        same = self.document_ids()[:, :, None] == self.document_ids()[:, None, :]  # (B, S, S)
-        starts = same.int().argmax(dim=-1)
-        return Layout(document_starts=starts.int().to(device), document_ends=(starts + same.sum(-1)).int().to(device))
+        starts = torch.tensor(self.document_starts(), dtype=torch.int32, device=device)
+        return documents(starts) if self.documents else Layout()
 
     def sink_logits(self, device: torch.device | str = "cpu") -> Tensor | None:
         """(H,) fp32."""
         return torch.linspace(-1.5, 2.0, self.H).to(device) if self.sinks else None
 
     def visible(self) -> Tensor:
-        """(B, T, S) bool, by the definitions of Score and Layout."""
-        i, j = torch.arange(self.S - self.T, self.S)[:, None], torch.arange(self.S)[None, :]
-        seen = torch.ones(self.B, self.T, self.S, dtype=torch.bool)
-        if self.causal:
-            seen &= j <= i
-        if self.window is not None:
-            seen &= i - j < self.window
-        if self.documents:
-            ids = self.document_ids()
-            of_query = torch.where(i[:, 0] >= 0, ids[:, i[:, 0].clamp(min=0)], -1)  # (B, T)
-            seen &= of_query[:, :, None] == ids[:, None, :]
-        return seen
+        """(B, T, S) bool."""
+        return replace(self, dropout=0.0).problem().seen[:, 0].expand(self.B, -1, -1)
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> tuple[Tensor, ...]:
         """q, k, v and the gradient of out, drawn in fp64 and rounded to `dtype`; the same on every device."""
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(heads: int, length: int) -> Tensor:
-            return torch.randn(self.B, heads, length, self.D, generator=generator, dtype=torch.float64)
-
-        q, k = normal(self.H, self.T) * self.spread**0.5, normal(self.H_kv, self.S) * self.spread**0.5
+        (name,) = (name for name, x in checked.DTYPES.items() if x is dtype)
+        drawn = checked.draw(replace(self, dtype=name, seed=seed), device)
         if self.offset:
-            q[..., 0] = (abs(self.offset) * self.D**0.5) ** 0.5
-            k[..., 0] = math.copysign((abs(self.offset) * self.D**0.5) ** 0.5, self.offset)
-        return tuple(x.to(dtype).to(device) for x in (q, k, normal(self.H_kv, self.S), normal(self.H, self.T)))
+            drawn.q[..., 0] = (abs(self.offset) * self.D**0.5) ** 0.5
+            drawn.k[..., 0] = math.copysign((abs(self.offset) * self.D**0.5) ** 0.5, self.offset)
+        return drawn.q, drawn.k, drawn.v, drawn.do
 
-    def problem(
-        self, device: torch.device | str = "cpu", sinks: Tensor | None = None, key: DropoutKey = KEY
-    ) -> Problem:
-        """What the reference computes, with the mask of `key` where weights are dropped."""
-        distance = torch.arange(self.S - self.T, self.S)[:, None] - torch.arange(self.S)
-        shift = torch.tensor(published_slopes(self.H), dtype=torch.float64)[:, None, None] * -distance
-        keep = keep_mask(key, self.dropout, self.B, self.H, self.T, self.S, device=device) if self.dropout else None
-        return Problem(
-            scale=self.D**-0.5,
-            seen=self.visible()[:, None].to(device),
-            soft_cap=self.soft_cap,
-            shift=shift.to(device) if self.alibi else None,
-            sinks=self.sink_logits(device) if sinks is None else sinks,
-            keep=keep,
-            keep_scale=256 / (256 - round(256 * self.dropout)),
+    def problem(self, device: torch.device | str = "cpu", sinks: Tensor | None = None) -> Problem:
+        """What the reference computes, with the mask of KEY where weights are dropped."""
+        q, k = (torch.empty(self.B, 1, n, self.D, device=device) for n in (self.T, self.S))
+        made = problem_of(
+            q,
+            k,
+            score=self.score,
+            layout=self.layout(device),
+            dropout_key=KEY,
+            dropout=self.dropout,
+            tensors={
+                "slopes": torch.tensor(published_slopes(self.H), device=device),
+                "sinks": self.sink_logits(device) if sinks is None else sinks,
+            },
         )
+        return made(slice(0, self.H))
 
 
 def published_slopes(n_heads: int) -> list[float]:
@@ -142,25 +104,28 @@ def formula(
     case   the options of attention where there are more than `causal`; without its dropout
     keep   (B, H, T, S) bool, the weights that dropout keeps, and `rate` the probability of dropping that it realises
     """
-    case = case or Case(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], causal=causal)
+    case = case or Case(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], causal)
     asked = replace(replace(case, dropout=0.0).problem(q.device, sinks), keep=keep, keep_scale=1 / (1 - rate))
     return evaluate(q, k, v, torch.zeros_like(q), asked).results["out"]
 
 
 def gradients(
-    attend: Callable[..., Tensor | AttentionOutput], *tensors: Tensor, sinks: Tensor | None = None
+    attend: Callable[..., Tensor | AttentionOutput], *tensors: Tensor, **others: Tensor | None
 ) -> dict[str, Tensor]:
-    """out and the gradients of q, k, v and, where they are given, the sinks, in fp64, for the tensors q, k, v and dout;
-    and the log-sum-exp where it is returned.
+    """out and the gradients of q, k, v and `others`, such as sinks, in fp64, for the tensors q, k, v and dout; and the
+    log-sum-exp where it is returned.
 
-    attend  called with q, k and v, and with the sinks after them
+    attend  called with q, k and v, and with the others by name
     """
     *inputs, dout = tensors
-    leaves = [x.detach().requires_grad_() for x in (*inputs, *([] if sinks is None else [sinks]))]
-    out, lse = attend(*leaves), None
+    named = dict(zip("qkv", inputs, strict=True)) | {name: x for name, x in others.items() if x is not None}
+    leaves = {name: x.detach().requires_grad_() for name, x in named.items()}
+    out, lse = attend(*(leaves[x] for x in "qkv"), **{x: leaves[x] for x in leaves if x not in "qkv"}), None
     if isinstance(out, AttentionOutput):
         out, lse = out
-    found = {"out": out} | dict(zip(("dq", "dk", "dv", "dsinks"), torch.autograd.grad(out, leaves, dout), strict=False))
+    found = {"out": out} | {
+        f"d{x}": y for x, y in zip(leaves, torch.autograd.grad(out, [*leaves.values()], dout), strict=True)
+    }
     found |= {} if lse is None else {"lse": lse}
     return {name: x.detach().double() for name, x in found.items()}
 

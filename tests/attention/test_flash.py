@@ -59,7 +59,7 @@ def test_every_table_of_blocks_drops_the_weights_of_the_mask(D, capability, monk
     monkeypatch.setattr(gpu, "capability", lambda device: capability)
     in_fp32 = capability == (9, 0) or D <= 128  # gradients
     for dtype in (torch.bfloat16, torch.float32)[: 1 + in_fp32]:
-        assert_accurate(flash(0.17), Case(1, 2, 1, 40, 100, D, dropout=0.17), dtype, DEVICE)
+        assert_accurate(flash(0.17), Case(1, 1, 1, 20, 70, D, dropout=0.17), dtype, DEVICE)
 
 
 def test_a_part_of_heads_queries_and_keys_draws_its_part_of_the_mask():
@@ -103,7 +103,8 @@ def test_a_compiled_model_does_not_copy_to_put_the_gradient_of_its_projection_to
     graphs: list[torch.fx.Graph] = []
     x = torch.randn(1, 40, 4, 16, device=DEVICE, requires_grad=True)
     with torch._inductor.config.patch(post_grad_custom_post_pass=Recorder(graphs)):
-        torch.compile(lambda x: flash()(*projected(2 * x, 1, 40)).out.sum())(x).backward()
+        out = torch.compile(lambda x: flash()(*projected(x, 1, 40)).out)(x)
+        out.backward(torch.ones_like(out))
     forward_graph, backward_graph = (str(graph) for graph in graphs)
     assert "flash_forward" in forward_graph
     assert "flash_backward" in backward_graph
@@ -143,14 +144,14 @@ def test_a_negative_scale_does_not_overflow_fp16():
 @pytest.mark.parametrize(
     ("layout", "dropout"),
     [
-        (lambda x: projected(x[..., :16].contiguous(), 1, 40), 0.1),
+        (lambda x: projected(x[..., :16].contiguous(), 1, 20), 0.1),
         # Copied on the way in, which must not show in the output's strides.
-        (lambda x: projected(x[..., 1:], 1, 40), 0.0),
+        (lambda x: projected(x[..., 1:], 1, 20), 0.0),
     ],
     ids=["projection, dropout", "unaligned"],
 )
 def test_the_operator_keeps_torchs_rules(layout, dropout):
-    q, k, v = (x.requires_grad_() for x in layout(torch.randn(1, 40, 4, 17, device=DEVICE)))
+    q, k, v = (x.requires_grad_() for x in layout(torch.randn(1, 20, 3, 17, device=DEVICE)))
     key = KEY.pack(torch.device(DEVICE)) if dropout else None
     spec = Spec(Score(), scale=0.25, threshold=drop_threshold(dropout))
     torch.library.opcheck(flash_forward, (q, k, v, Inputs(key=key).present(), spec.text(), 0, 0))

@@ -77,12 +77,6 @@ def test_wide_heads_have_no_gradients_of_formulas_and_learned_slopes(spec, lacks
     assert choose_path(along("hopper", problem, head_dim=128), backward=True) == "hopper"
 
 
-def test_other_implementations_have_no_kernel_path():
-    with pytest.raises(UnsupportedAttention, match=r'path="plain" has no effect with name="tiled"'):
-        build_attention(AttentionConfig("tiled", path=KernelPath.plain))
-    assert build_attention(AttentionConfig("tiled")).path(shape(), 1024) is None
-
-
 def test_a_named_path_is_taken_in_both_directions_at_every_length(hopper_gpu):
     for path in ("plain", "hopper"):
         assert {describe_path(along(path, queries=n, keys=n)) for n in EVERY_LENGTH} == {path}

@@ -18,7 +18,7 @@ import torch
 from attention import AttentionConfig, build_attention
 from tests.attention.reference import KEY, Case, gradients
 
-case = Case(1, 2, 1, 70, 70, 24, window=40, soft_cap=2.0, alibi=True, sinks=True, documents=(30, 40))
+case = Case(1, 2, 1, 10, 70, 16, window=40, soft_cap=2.0, alibi=True, sinks=True, documents=(30, 40))
 attend = build_attention(AttentionConfig("flash", dropout=0.3))
 
 def run(q, k, v, sinks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,8 @@ from attention import (
     packed,
 )
 from attention.adapters.flex import FlexAttention
-from attention.score import key_intervals, visible_pairs
-from attention.scores import OPTIONS
+from attention.score import visible_pairs
 from attention.scores.alibi import alibi_slopes
-from model.score import ScoreConfig
 from tests import flash_attn_stand_in
 from tests.attention.reference import Case, published_slopes
 
@@ -73,19 +71,6 @@ def test_flex_refuses_dropout_and_a_backward_pass_on_a_cpu():
     q, k, v, _ = Case(1, 2, 2, 8, 8, 16).tensors(torch.float32)
     with pytest.raises(UnsupportedAttention, match=r"no backward pass on a CPU"):
         flex(q.requires_grad_(), k, v)
-
-
-def test_key_intervals_give_the_visible_keys_of_any_cut():
-    case = CASES["more_keys"]
-    seen = key_intervals(case.score, case.layout(), case.T, case.S, "cpu")
-    for rows, columns in (((0, 61), (0, 120)), ((3, 20), (40, 77))):
-        expected = case.visible()[:, slice(*rows), slice(*columns)]
-        mask = seen.mask(rows, columns)
-        assert mask is not None
-        assert torch.equal(mask[:, 0], expected)
-        assert seen.meet(rows, columns) == expected.any()
-        assert seen.cover(rows, columns) == expected.all()
-    assert seen.cover((5, 7), (52, 60))
 
 
 def test_visible_pairs_are_counted_with_the_diagonal_half():
@@ -191,14 +176,6 @@ def test_tensors_that_do_not_fit_the_call_are_refused(options, complaint):
     q, k, v, _ = Case(2, 4, 2, 8, 8, 4).tensors(torch.float32)
     with pytest.raises(ValueError, match=complaint):
         build_attention(AttentionConfig("naive"))(q, k, v, **options)
-
-
-@pytest.mark.parametrize("dataclass", [Score, ScoreConfig])
-def test_the_fields_are_those_of_the_options(dataclass):
-    by_name = {field.name: field.default for field in fields(dataclass) if field.init}
-    assert {option.name: by_name[option.name] for option in OPTIONS} == {o.name: o.default for o in OPTIONS}
-    for option in OPTIONS:
-        assert f"    {option.name:<9} {option.__doc__}\n" in str(dataclass.__doc__)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

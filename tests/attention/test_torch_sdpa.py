@@ -59,9 +59,9 @@ def test_the_switch_makes_the_kernels_active_and_gives_torchs_back():
 @pytest.mark.parametrize(
     "case",
     [
-        Case(T=40, S=40, B=2, H=4, H_kv=2, memory="channels not adjacent"),
-        Case(T=20, S=35, D=12, causal=False, scale=0.7, dtype="bf16"),
-        Case(T=35, S=20, D=16),
+        Case(T=40, S=40, B=2, H_kv=1, memory="channels not adjacent"),
+        Case(T=20, S=35, D=12, H=1, H_kv=1, causal=False, scale=0.7, dtype="bf16"),
+        Case(T=35, S=20, H=1, H_kv=1),
     ],
 )
 def test_sdpa_computes_the_formula_and_its_gradients(case: Case, active: None):
@@ -75,9 +75,9 @@ def test_sdpa_computes_the_formula_and_its_gradients(case: Case, active: None):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(T=40, S=40, H=4, H_kv=2, documents=(3, 20, 17)),
-        Case(T=40, S=40, B=2, window=7),
-        Case(T=33, S=33, causal=False),
+        Case(T=40, S=40, H_kv=1, documents=(3, 20, 17)),
+        Case(T=20, S=20, B=2, H=1, H_kv=1, window=7),
+        Case(T=33, S=33, H=1, H_kv=1, causal=False),
     ],
 )
 def test_varlen_attn_computes_the_formula_and_its_gradients(case: Case, active: None):
