@@ -140,7 +140,7 @@ def not_finite(session: Session) -> Line:
     and an implementation may skip the key.
     """
     subject, calls, wrong = session.subject, 0, list[Failure]()
-    case, left_out = session.case(70), [name for name in session.dtypes if spreads(DTYPES[name], session.device)]
+    case, left_out = session.case(70, B=1), [name for name in session.dtypes if spreads(DTYPES[name], session.device)]
     for value, name in product((torch.nan, torch.inf, -torch.inf), ("q", "k", "v")):
         for dtype in session.timely(name for name in session.dtypes if name not in left_out):
             here = replace(case, dtype=dtype)

@@ -16,7 +16,7 @@ from ..errors import AttentionError
 from .calls import results_of
 from .cases import Case, Inputs, draw, problem
 from .formula import smallest
-from .judge import Errors, Verdict, distance, judge
+from .judge import Reference, Verdict, judge
 from .subject import Subject
 
 DRAWS = 4  # of changed inputs
@@ -111,11 +111,9 @@ def judged_by(
         right, other = exact.get(name), rounded.get(name)
         if right is None or other is None:
             continue
-        mine = x.double() if x is not None and x.shape == right.shape else torch.full_like(right, torch.nan)
         size = row_means(name, right.square().nan_to_num(posinf=0.0))
         expected = (squares[name].nan_to_num() + u * u * size).sqrt() + smallest(inputs.q.dtype, right.device)
-        errors = distance(name, mine, right.double()), distance(name, other.double(), right.double())
-        found.append(Errors(*errors, expected.double(), right.numel()).verdict(name))
+        found.append(Reference(right.double(), (other,), expected.double()).errors(name, x).verdict(name))
     return found
 
 

@@ -46,12 +46,9 @@ def derivatives(session: Session) -> Line:
             continue
         inputs = draw(case, session.device)
         leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-        if inputs.sinks is not None:
-            leaves.append(inputs.sinks.double().requires_grad_())
 
-        def out(*x: Tensor, case: Case = case) -> Tensor:
-            given = dict(zip(("q", "k", "v", "sinks"), x, strict=False))
-            return subject(case, draw(case, session.device).changed(**given))[0]
+        def out(q: Tensor, k: Tensor, v: Tensor, case: Case = case) -> Tensor:
+            return subject(case, draw(case, session.device).changed(q=q, k=k, v=v))[0]
 
         try:
             got = out(*leaves).detach()

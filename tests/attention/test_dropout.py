@@ -139,6 +139,7 @@ def test_neighbours_sequences_heads_and_keys_are_uncorrelated():
         assert_uncorrelated(keep_mask(other, 0.5, 8, 8, 128, 128), keep)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
 def test_the_compiled_mask_has_the_same_bits():
     compiled = torch.compile(keep_mask, fullgraph=True)

@@ -31,7 +31,7 @@ def test_a_formula_gives_what_python_gives_of_its_text_with_all_gradients(name):
     rng, options = random.Random(name), AttentionConfig(name)
     if name == "tiled":
         options = replace(options, block_q=32, block_k=32)
-    for number, text in enumerate(FORMULAS):
+    for number, text in list(enumerate(FORMULAS))[:: 5 if name == "flex" else 1]:
         problem = draw(rng, text, KINDS[number % len(KINDS)], longest=33)
         if name == "flex":
             problem = replace(problem, dropout=0.0, sinks=None, score=replace(problem.score, sinks=False))
