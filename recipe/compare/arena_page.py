@@ -137,11 +137,12 @@ def arena_headline(arena: Arena) -> Headline:
 
 
 def skewed(arena: Arena) -> list[str]:
-    """A warning for each arm with a seed that ends far from the others, which its interval does not expect."""
+    """A warning for each arm with a seed that ends far from the others, which its interval does not expect. None where
+    all of it lies inside the margin."""
     lines = []
     for comparison in arena.comparisons:
         gaps = {seed: gap for seed, gap in comparison.differences.items() if math.isfinite(gap)}
-        far = outlier(list(gaps.values()))
+        far = outlier(list(gaps.values()), comparison.margin, comparison.level)
         if far is not None:
             seed, gap = list(gaps.items())[far]
             lines.append(

@@ -197,9 +197,9 @@ def plateaus(generator: np.random.Generator, sweeps: int, arms: int, seeds: int)
 
 
 def plateaus_unseen(generator: np.random.Generator, sweeps: int, arms: int, seeds: int) -> NDArray[np.float64]:
-    """Those of `plateaus` in which no seed is far from the others."""
+    """Those of `plateaus` about which the page has no warning."""
     drawn = plateaus(generator, sweeps, arms, seeds)
-    return drawn[[all(outlier(list(of_arm)) is None for of_arm in sweep) for sweep in drawn]]
+    return drawn[[all(outlier(list(of_arm), MARGIN) is None for of_arm in sweep) for sweep in drawn]]
 
 
 def false_verdicts(draw: Draw, arms: int, looks: Sequence[int]) -> float:

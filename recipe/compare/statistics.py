@@ -75,15 +75,18 @@ def paired(differences: ArrayLike) -> Paired:
     return Paired(n, mean[()], np.where(constant, 0.0, deviation)[()], p[()])
 
 
-def outlier(differences: Sequence[float]) -> int | None:
-    """The place of the difference that lies too far from the others for a normal sample (Grubbs 1969, at 1 %)."""
+def outlier(differences: Sequence[float], margin: float, alpha: float = ALPHA) -> int | None:
+    """The place of the difference that lies too far from the others for a normal sample (Grubbs 1969, at 1 %). None
+    where it does not matter: where the interval at 1 - alpha, with that difference, lies inside the margin."""
     d, n = np.asarray(differences, np.float64), len(differences)
     if n < 3 or np.ptp(d) == 0:
         return None
     distance = np.abs(d - d.mean()) / d.std(ddof=1)
     t = stats.t.isf(OUTLIER / (2 * n), n - 2)
     far = int(distance.argmax())
-    return far if distance[far] > (n - 1) * t / np.sqrt(n * (n - 2 + t**2)) else None
+    if distance[far] <= (n - 1) * t / np.sqrt(n * (n - 2 + t**2)):
+        return None
+    return None if judge(paired(d).interval(alpha), margin) is Verdict.equivalent else far
 
 
 def sign_flip(differences: ArrayLike) -> float:

@@ -130,6 +130,20 @@ def test_a_seed_far_from_the_others_is_warned_of(tmp_path: Path) -> None:
     assert warning.startswith("late differs with seed 2 by +0.4")
 
 
+def test_a_seed_far_from_the_others_by_rounding_alone_is_not_warned_of(tmp_path: Path) -> None:
+    """Neither where the verdict is *equivalent*, nor where a seed is missing."""
+    folder = write_arena(tmp_path, {"base": 0.0, "noop": 0.0, "other": 0.0}, deviation=0.0, seeds=4)
+    path = folder / "7" / "summary.json"  # the third seed of the second arm
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps(summary | {"val_loss": summary["val_loss"] + 5e-08}))
+    for missing, verdict in ((None, "equivalent"), (folder / "10", "undecided")):
+        if missing:
+            (missing / "summary.json").unlink()
+        arena = arena_of(folder)
+        assert arena.comparisons[0].verdict.value == verdict
+        assert skewed(arena) == []
+
+
 def test_arms_that_solve_a_task_are_judged_by_their_answers(tmp_path: Path) -> None:
     """Their losses differ; what counts is that both give every right answer."""
     folder = write_arena(tmp_path, {"full": 0.0, "window": 0.3})

@@ -87,8 +87,8 @@ def test_an_outlier_is_what_grubbs_table_calls_one() -> None:
         d = [-1.0, 1.0, -1.0, 1.0, 0.0, top]
         distance = (top - np.mean(d)) / np.std(d, ddof=1)
         assert (distance > 1.973) == (expected is not None)
-        assert outlier(d) == expected
-    assert outlier([1.0] * 6) is None
+        assert outlier(d, 0.5) == expected
+    assert outlier([1.0] * 6, 0.5) is None
 
 
 def test_the_sign_flip_test_counts_fishers_sums_of_darwins_plants():
