@@ -15,7 +15,7 @@ from .grid import groups
 from .judge import Verdict
 from .plan import Plan, Planned
 from .program import crashing, inaccurate
-from .results import Refused, verdicts
+from .results import USUAL, Refused, Way, verdicts
 from .run import Failure, Line, Session
 from .shrink import smallest
 from .workers import Ended, Job, Runner
@@ -184,35 +184,35 @@ def judged_call(session: Session, planned: Planned) -> Judged:
     return Judged(verdict, refusal, time.monotonic() - started)
 
 
-def smallest_failure(session: Session, case: Case, verdict: Verdict) -> Failure:
-    """The failure of a case, reduced to the smallest case that still fails."""
+def smallest_failure(session: Session, case: Case, verdict: Verdict, way: Way = USUAL) -> Failure:
+    """The failure of a case, reduced to the smallest case that still fails if it is called in the same way."""
     subject, device = session.subject, session.device
 
     def judged(case: Case) -> Verdict | None:
         if not subject.supports(case):
             return None
         try:
-            wrong = [v for v in verdicts(subject, case, device, session.gradients) if not v.passes]
+            wrong = [v for v in verdicts(subject, case, device, session.gradients, way) if not v.passes]
         except Refused:
             return None
         return min(wrong, key=lambda v: RESULTS.index(v.name), default=None)
 
     again = judged(case)
     if again is None:
-        what = f"{in_words(verdict, case)}; a repetition of the call was right, so the input alone does not decide"
+        what = f"{in_words(verdict, case, way)}; a repetition of the call was right, so the input alone does not decide"
         return Failure(what, case)
     if "fp32" in session.dtypes and judged(replace(case, dtype="fp32")):  # in which an error is clearest
         case = replace(case, dtype="fp32")
     case = smallest(case, lambda case: judged(case) is not None)
     smaller = judged(case)
     if smaller is None:
-        return Failure(f"{in_words(verdict, case)}; not every call shows it", case)
-    return Failure(in_words(smaller, case), case, inaccurate(subject, case, smaller, device))
+        return Failure(f"{in_words(verdict, case, way)}; not every call shows it", case)
+    return Failure(in_words(smaller, case, way), case, inaccurate(subject, case, smaller, device, way))
 
 
-def in_words(verdict: Verdict, case: Case) -> str:
+def in_words(verdict: Verdict, case: Case, way: Way = USUAL) -> str:
     """A verdict on one line."""
     if verdict.passes:
         return f"{verdict.share:.2f} of what rounding explains ({verdict.name}, {case.dtype})"
     times = "" if verdict.share == float("inf") else f", {verdict.share:.3g} times what rounding explains"
-    return f"{verdict.name} of {verdict.place()} is {verdict.error:.3g} off{times} ({case.words()})"
+    return f"{verdict.name} of {verdict.place()} is {verdict.error:.3g} off{way.words}{times} ({case.words()})"

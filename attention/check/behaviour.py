@@ -11,14 +11,19 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from .accuracy import smallest_failure
 from .cases import DTYPES, Case, draw, problem
 from .formula import evaluate
+from .judge import Verdict
 from .program import calling
-from .results import Refused, judged, results
+from .results import Refused, Way, judged, results, verdicts
 from .run import Failure, Line, Session
+from .shrink import smallest
 
 SECTION = "behaviour"
 REPEATS = 24
+MODES = [Way(f" under torch.{mode}()", f"torch.{mode}()", of=()) for mode in ("no_grad", "inference_mode")]
+Wrong = tuple[Case, Verdict, Way]
 Keys = tuple[str, str, Tensor]  # the keys to change: in words, as the code of an index, and as (B, H_kv, S) bool
 
 
@@ -60,10 +65,22 @@ def leaks(session: Session) -> Line:
             refused.add(case)
             continue
         calls += 2
-        if result and len(wrong) < 1:
+        if result and not wrong:
+            small = smallest(case, lambda case: leaking(session, case) is not None)
+            if shown := leaking(session, small):
+                case, (words, code, result) = small, shown
             what = f"{result} changed with {words}, which its rows must not see ({case.words()})"
             wrong.append(Failure(what, case, leak_program(session, case, code, result)))
     return line(session, "hidden keys", calls, wrong, "hidden keys, sequences and heads change nothing, bit for bit")
+
+
+def leaking(session: Session, case: Case) -> tuple[str, str, str] | None:
+    """The first keys that are hidden and change a result: in words, as the code of an index, and the result's name."""
+    try:
+        found = ((words, code, leak(session, case, changed)) for words, code, changed in key_sets(case))
+        return next((one for one in found if one[-1]), None)
+    except Refused:
+        return None
 
 
 def key_sets(case: Case) -> Iterator[Keys]:
@@ -277,7 +294,7 @@ def batch(session: Session) -> Line:
 
 def evaluation(session: Session) -> Line:
     """A call without gradients gives the same output as one with gradients."""
-    subject, calls, wrong, bitwise = session.subject, 0, list[Failure](), True
+    subject, calls, wrong, bitwise = session.subject, 0, list[Wrong](), True
     for dtype in session.timely(session.dtypes):
         for T, S in ((65, 65), (1, 130), (128, 128)):
             case = session.case(T, S, dtype)
@@ -285,31 +302,19 @@ def evaluation(session: Session) -> Line:
             try:
                 training = results(subject, case, inputs, session.gradients)["out"]
                 calls += 1
-                for mode in (torch.no_grad, torch.inference_mode):
-                    with mode():
-                        out = subject(case, inputs)[0]
-                    bitwise &= same(training, out)
-                    worst = judged(subject, case, inputs, {"out": out.clone()})[0]
-                    if not worst.passes:
-                        code = evaluation_program(session, case, worst.row, worst.allowed, mode.__name__)
-                        what = f"{worst.share:.3g} times what rounding explains under torch.{mode.__name__}()"
-                        wrong.append(Failure(f"out is {what} ({case.words()})", case, code))
+                for way in MODES:
+                    got = results(subject, case, inputs, way=way)
+                    bitwise &= same(training, got["out"])
+                    wrong += [(case, x, way) for x in judged(subject, case, inputs, got) if not x.passes]
             except Refused:
                 continue
     fine = "the same, bit for bit" if bitwise else "the same within rounding, not bit for bit"
-    return line(session, "without gradients", calls, wrong, fine)
+    return line(session, "without gradients", calls, first_of(session, wrong), fine)
 
 
-def evaluation_program(session: Session, case: Case, row: tuple[int, ...], allowed: float, mode: str) -> str:
-    """The program that calls without gradients."""
-    return "\n".join(
-        [
-            *calling(session.subject, case, session.device, formula=True),
-            f"with torch.{mode}():",
-            "    got, exact = attend(q, k, v), formula(q.double(), k.double(), v.double())",
-            f"assert (error := (got - exact)[{', '.join(map(str, row))}].abs().max()) <= {allowed:.3g}, error",
-        ]
-    )
+def first_of(session: Session, wrong: list[Wrong]) -> list[Failure]:
+    """The first failure, reduced to the smallest case."""
+    return [smallest_failure(session, *one) for one in wrong[:1]]
 
 
 def side_effects(session: Session) -> Line:
@@ -347,39 +352,35 @@ def generators(device: torch.device) -> list[Tensor]:
 
 def some_gradients(session: Session) -> Line:
     """Where only some of q, k and v need a gradient, it is what it is where all do."""
-    subject, calls, wrong = session.subject, 0, list[Failure]()
+    calls, wrong = 0, list[Wrong]()
     if not session.gradients:
         return Line(SECTION, "some gradients", "skip", f"no gradients: {session.no_gradients}")
     for dtype, of in session.timely(product(session.dtypes, (("q",), ("k",), ("v",), ("k", "v")))):
-        case = session.case(65, dtype=dtype)
-        inputs = draw(case, session.device)
+        case, way = session.case(65, dtype=dtype), Way(f" where only {' and '.join(of)} needs a gradient", of=of)
         try:
-            found = judged(subject, case, inputs, results(subject, case, inputs, of=of))
+            found = verdicts(session.subject, case, session.device, way=way)
         except Refused:
             continue
         calls += 1
-        for verdict in (x for x in found if not x.passes):
-            where = f"{verdict.name} of {verdict.place()} is {verdict.error:.3g} off"
-            wrong.append(Failure(f"{where} where only {' and '.join(of)} needs a gradient ({case.words()})", case))
-    return line(session, "some gradients", calls, wrong, "q, k and v may need gradients one by one")
+        wrong += [(case, verdict, way) for verdict in found if not verdict.passes]
+    fine = "q, k and v may need gradients one by one"
+    return line(session, "some gradients", calls, first_of(session, wrong), fine)
 
 
 def autocast(session: Session) -> Line:
     """In a block of torch.autocast, results of fp32 tensors are right to the rounding of bf16 at least."""
-    subject, calls, wrong, eps = session.subject, 0, list[Failure](), torch.finfo(torch.bfloat16).eps
+    calls, wrong, eps = 0, list[Wrong](), torch.finfo(torch.bfloat16).eps
+    way = Way(" under torch.autocast", f"torch.autocast({session.device.type!r}, torch.bfloat16)", eps=eps)
     for T, dtype in session.timely(product((33, 65, 128), {"fp32"} & set(session.dtypes))):
         case = session.case(T, dtype=dtype)
-        inputs = draw(case, session.device)
         try:
-            with torch.autocast(session.device.type, torch.bfloat16):
-                got = results(subject, case, inputs, session.gradients)
+            found = verdicts(session.subject, case, session.device, session.gradients, way)
         except Refused:
             continue
         calls += 1
-        for verdict in (x for x in judged(subject, case, inputs, got, eps=eps) if not x.passes):
-            where = f"{verdict.name} of {verdict.place()} is {verdict.error:.3g} off"
-            wrong.append(Failure(f"{where} under torch.autocast ({case.words()})", case))
-    return line(session, "autocast", calls, wrong, "right under torch.autocast, to the rounding of bf16")
+        wrong += [(case, verdict, way) for verdict in found if not verdict.passes]
+    fine = "right under torch.autocast, to the rounding of bf16"
+    return line(session, "autocast", calls, first_of(session, wrong), fine)
 
 
 def survives(copy: Tensor, result: Tensor | None) -> bool:

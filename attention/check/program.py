@@ -6,24 +6,28 @@ import torch
 
 from .cases import DTYPES, MEMORY, ROWS, TRENDS, Case
 from .judge import Verdict
+from .results import LEAVES, Way
 from .subject import Subject
 
 
-def inaccurate(subject: Subject, case: Case, verdict: Verdict, device: torch.device) -> str:
+def inaccurate(subject: Subject, case: Case, verdict: Verdict, device: torch.device, way: Way) -> str:
     """The program for a result that is further from fp64 than rounding explains."""
     names = ["q", "k", "v", *(["sinks"] if case.sinks else []), *(["bias"] if case.bias else [])]
     lines = [*preamble(subject, case, device), *in_formula(subject, case, names, verdict.name)]
-    call = subject.code(case, lse=verdict.name == "lse")
-    if verdict.name in ("out", "lse"):
+    forward = verdict.name in ("out", "lse")
+    if needed := [name for name in names if name in way.of and not (forward and way.of == LEAVES)]:
+        lines += [f"for t in [{', '.join(needed)}]: t.requires_grad_()"]
+    call = f"out = {subject.code(case, lse=verdict.name == 'lse')}"
+    lines += [f"with {way.within}:", f"    {call}"] if way.within else [call]
+    if forward:
         doubles = ", ".join(f"{name}.double()" for name in names)
-        lines += [f"got, exact = {call}, formula({doubles})"]
+        lines += [f"got, exact = out, formula({doubles})"]
     else:
-        index = names.index(verdict.name[1:])
+        leaf = verdict.name[1:]
         lines += [
-            f"x = [t.requires_grad_() for t in ({', '.join(names)})]",
-            "y = [t.detach().double().requires_grad_() for t in x]",
-            f"got = torch.autograd.grad({call}, x[{index}], do)[0]",
-            f"exact = torch.autograd.grad(formula(*y), y[{index}], do.double())[0]",
+            f"y = [t.detach().double().requires_grad_() for t in ({', '.join(names)})]",
+            f"got = torch.autograd.grad(out, {leaf}, do.to(out))[0]",
+            f"exact = torch.autograd.grad(formula(*y), y[{names.index(leaf)}], do.double())[0]",
         ]
     row = ", ".join(map(str, verdict.row))
     lines += [f"assert (error := (got - exact)[{row}].abs().max()) <= {verdict.allowed:.3g}, error"]
@@ -94,8 +98,8 @@ def preamble(subject: Subject, case: Case, device: torch.device) -> list[str]:
 
 def in_formula(subject: Subject, case: Case, names: list[str], result: str = "out") -> list[str]:
     """The lines that define `formula`, a function of tensors with these names: the output or, for result "lse", the
-    log-sum-exp. With a reference, it calls that."""
-    if (reference := subject.reference) is not None:
+    log-sum-exp. With a reference, it calls that, and where the implementation claims nothing, itself."""
+    if (reference := subject.standard()) is not None:
         call = reference.code(case, lse=result == "lse")
         return [*reference.import_lines(case), f"def formula({', '.join(names)}):", f"    return {call}"]
     group = case.H // case.H_kv

@@ -7,7 +7,9 @@ answers to inputs that are changed by one rounding have the errors to expect.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,24 @@ DRAWS = 4  # of changed inputs
 LEAVES = ("q", "k", "v", "sinks", "bias")
 
 
+class Way(NamedTuple):
+    """How a call is made.
+
+    words   where it is not made as usual, in words
+    within  the context of its forward pass, as code
+    of      the tensors that need a gradient
+    eps     as in `judged`
+    """
+
+    words: str = ""
+    within: str = ""
+    of: tuple[str, ...] = LEAVES
+    eps: float | None = None
+
+
+USUAL = Way()
+
+
 class Refused(Exception):
     """The implementation raised an error instead of computing a case; the message is the error's."""
 
@@ -36,17 +56,15 @@ def short(error: BaseException) -> str:
 
 
 def results(
-    subject: Subject, case: Case, inputs: Inputs, gradients: bool = True, of: Sequence[str] = LEAVES
+    subject: Subject, case: Case, inputs: Inputs, gradients: bool = True, way: Way = USUAL
 ) -> dict[str, Tensor | None]:
     """out, lse and gradients, detached, by the names of formula.RESULTS; None for a gradient that autograd does not
-    give. Raises Refused.
-
-    of  the tensors that need a gradient
-    """
-    leaves = {name: x.detach() for name in of if (x := getattr(inputs, name)) is not None}
+    give. Raises Refused."""
+    leaves = {name: x.detach() for name in way.of if (x := getattr(inputs, name)) is not None}
     needed = {f"d{name}": x for name, x in leaves.items()} if gradients else {}
     try:
-        values = results_of(lambda: subject(case, inputs.changed(**leaves), lse=True), needed, inputs.do)
+        with eval(way.within, {"torch": torch}) if way.within else nullcontext():
+            values = results_of(lambda: subject(case, inputs.changed(**leaves), lse=True), needed, inputs.do)
     except (Exception, SystemExit) as error:
         if str(error).startswith("CUDA error"):
             raise  # the GPU computes nothing after it
@@ -56,10 +74,12 @@ def results(
     return values
 
 
-def verdicts(subject: Subject, case: Case, device: torch.device, gradients: bool = True) -> list[Verdict]:
+def verdicts(
+    subject: Subject, case: Case, device: torch.device, gradients: bool = True, way: Way = USUAL
+) -> list[Verdict]:
     """The judgement of each result of a case. Raises Refused."""
     inputs = draw(case, device)
-    return judged(subject, case, inputs, results(subject, case, inputs, gradients))
+    return judged(subject, case, inputs, results(subject, case, inputs, gradients, way), eps=way.eps)
 
 
 def judged(

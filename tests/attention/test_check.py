@@ -271,12 +271,16 @@ def test_a_failure_is_shown_by_the_smallest_case_and_a_program_that_the_fault_al
         ("backward_ignores_window", "hidden keys"),
         ("rare_call", "the same again"),
         ("evaluation_alone", "without gradients"),
+        ("queries_alone", "some gradients"),
+        ("scale_under_autocast", "autocast"),
     ],
 )
 def test_behaviour_is_shown_by_a_program_too(name: str, line: str):
-    session = session_of(subject_of(FAULTS[name].attention))
+    session = session_of(subject_of(FAULTS[name].attention if name in FAULTS else CORNERS[name][0]))
     found = CHECKS[line](session)
     assert found.status == "FAIL"
+    case = found.failures[0].case
+    assert line == "the same again" or case.T * case.S * case.D * case.H * case.B <= 200, case
     with pytest.raises(AssertionError):
         exec(found.failures[0].code, {"under_test": session.subject.function})
     exec(found.failures[0].code, {"under_test": build_attention(AttentionConfig("naive"))})
