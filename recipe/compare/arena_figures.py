@@ -6,16 +6,15 @@ import math
 from functools import partial
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from recipe.compare.arena_results import Arena, Comparison, difference_curves
+from recipe.compare.arena_results import Arena, difference_curves
 from recipe.compare.figures import loss_charts
 from recipe.compare.probes import probe_charts
 from recipe.compare.statistics import ALPHA, paired
 from recipe.compare.tables import EQUAL, signed
-from recipe.drawing import COLOURS, Chart, Style, finish_steps, label_axes, styles
+from recipe.drawing import COLOURS, Chart, finish_steps, label_axes, styles
 
 ROW = 0.46  # inches of an arm
 LOSS = "nats per token"
@@ -51,10 +50,25 @@ def _unit(arena: Arena) -> tuple[str, str]:
 
 def draw_forest(figure: Figure, arena: Arena) -> None:
     """A row for each arm, the first on top."""
-    axes = figure.add_subplot()
-    looks = styles(list(arena.arms))
+    axes, looks = figure.add_subplot(), styles(list(arena.arms))
     for row, comparison in enumerate(arena.comparisons):
-        _draw_row(axes, row, comparison, looks[comparison.arm.name])
+        colour = looks[comparison.arm.name].colour
+        finite = [value for value in comparison.differences.values() if math.isfinite(value)]
+        axes.plot(finite, [row + 0.22] * len(finite), ls="", marker="o", ms=2.6, color=colour, alpha=0.6, zorder=2)
+        test = comparison.test
+        if test is None or comparison.interval is None:
+            continue
+        axes.plot(comparison.interval, [row, row], color=colour, lw=1.3, zorder=3)
+        axes.plot(test.interval(ALPHA), [row, row], color=colour, lw=3.6, zorder=3)
+        axes.plot(test.mean, row, marker="D", ms=6.5, color=colour, mec=COLOURS["surface"], mew=1, zorder=4)
+        words = EQUAL if comparison.equal else f"{signed(test.mean)}  {comparison.verdict.value}"
+        if comparison.diverged:
+            words += f", {len(comparison.diverged)} diverged"
+        axes.annotate(
+            words, (test.mean, row), xytext=(0, 9), textcoords="offset points",
+            ha="center", color=COLOURS["ink"], fontsize=8.5, zorder=5,
+            bbox={"facecolor": COLOURS["surface"], "edgecolor": "none", "pad": 0.5},
+        )  # fmt: skip
     label_axes(axes, "lower is better", f"{_unit(arena)[0]} less {arena.plan.baseline}'s, {_unit(arena)[1]}")
     axes.axvspan(-arena.comparisons[0].margin, arena.comparisons[0].margin, color=COLOURS["band"], lw=0, zorder=0)
     axes.axvline(0, color=COLOURS["naive"], lw=1.4, zorder=1)
@@ -64,24 +78,6 @@ def draw_forest(figure: Figure, arena: Arena) -> None:
     axes.margins(x=0.06)
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
-
-
-def _draw_row(axes: Axes, row: int, comparison: Comparison, look: Style) -> None:
-    finite = [value for value in comparison.differences.values() if math.isfinite(value)]
-    axes.plot(finite, [row + 0.22] * len(finite), ls="", marker="o", ms=2.6, color=look.colour, alpha=0.6, zorder=2)
-    if comparison.test is None or comparison.interval is None:
-        return
-    axes.plot(comparison.interval, [row, row], color=look.colour, lw=1.3, zorder=3)
-    axes.plot(comparison.test.interval(ALPHA), [row, row], color=look.colour, lw=3.6, zorder=3)
-    axes.plot(comparison.test.mean, row, marker="D", ms=6.5, color=look.colour, mec=COLOURS["surface"], mew=1, zorder=4)
-    words = EQUAL if comparison.equal else f"{signed(comparison.test.mean)}  {comparison.verdict.value}"
-    if comparison.diverged:
-        words += f", {len(comparison.diverged)} diverged"
-    axes.annotate(
-        words, (comparison.test.mean, row), xytext=(0, 9), textcoords="offset points",
-        ha="center", color=COLOURS["ink"], fontsize=8.5, zorder=5,
-        bbox={"facecolor": COLOURS["surface"], "edgecolor": "none", "pad": 0.5},
-    )  # fmt: skip
 
 
 def draw_differences(figure: Figure, arena: Arena) -> None:

@@ -44,7 +44,6 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
     runs, arena = run_set.runs, compare_arms(plan, run_set.runs)
     found, command = arena_headline(arena), go_on(arena, folder)
     shown = {"margin": percent(plan.margin), "looks": plan.planned_looks, "alpha": percent(ALPHA)}
-    (out / "figures").mkdir(parents=True, exist_ok=True)
     lead, *drawings = (draw(chart, out) for chart in (forest(arena), *arena_charts(arena)))
     tables = (
         verdict_table(arena),

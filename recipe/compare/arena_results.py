@@ -47,11 +47,6 @@ class ArmRuns:
     lr: float | None
 
     @property
-    def diverged(self) -> list[int]:
-        """The seeds whose loss is not finite."""
-        return [seed for seed, loss in self.losses.items() if math.isinf(loss)]
-
-    @property
     def loss(self) -> float | None:
         """The mean over the seeds that have a finite loss."""
         finite = [loss for loss in self.losses.values() if math.isfinite(loss)]

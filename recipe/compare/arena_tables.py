@@ -54,7 +54,8 @@ def verdict_table(arena: Arena) -> Table:
 def _of_arm(arm: ArmRuns) -> list[str]:
     finite = [value for value in arm.losses.values() if math.isfinite(value)]
     spread = f" ± {statistics.stdev(finite):.4f}" if len(finite) > 1 else ""
-    seeds = f"{len(arm.losses)}" + (f", {len(arm.diverged)} diverged" if arm.diverged else "")
+    diverged = len(arm.losses) - len(finite)
+    seeds = f"{len(arm.losses)}" + (f", {diverged} diverged" if diverged else "")
     return [seeds, shown(arm.lr, "{:g}"), shown(arm.loss, LOSS) + spread]
 
 

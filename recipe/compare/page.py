@@ -73,7 +73,6 @@ def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report
     where = {run.name: ", ".join(place) for cell, place in zip(cells, found_at, strict=True) for run in cell.runs}
     differing = places([sweep.runs for sweep in sweeps])
     verdicts = [judge(sweep.cells, reference) for sweep in sweeps]
-    (out / "figures").mkdir(parents=True, exist_ok=True)
     sections = tuple(
         _section(sweep, found, reference, f"{n}-" if len(sweeps) > 1 else "", settings, out)
         for n, (sweep, found, settings) in enumerate(zip(sweeps, verdicts, differing, strict=True), 1)
@@ -165,6 +164,7 @@ def _all_of(values: Iterable[str]) -> str:
 def draw(chart: Chart, out: Path) -> Drawing:
     """The renderings of a figure, with its files below `out`."""
     path = f"figures/{chart.name}"
+    (out / path).parent.mkdir(parents=True, exist_ok=True)
     (out / f"{path}.png").write_bytes(render_png(chart))
     svg = Markup(render_svg(chart))  # drawn here, from numbers and escaped labels
     return Drawing(path, chart.title, chart.caption, svg)

@@ -95,13 +95,12 @@ def write(
     config = {
         "seed": seed,
         "seq_len": TOKENS // BATCH,
-        "attention": {"name": "naive", "dropout": 0.0, "ablate": "none"},
+        "attention": {"name": "naive"},
         "score": {"name": arm},
         "model": {"name": "tiny", "n_layers": 4, "n_heads": 4, "n_embd": 128},
-        "data": {"name": "stdlib", "tokenizer": "bytes"},
-        "optimizer": {"name": "adamw", "lr": rate},
-        "training": {"steps": STEPS, "batch_size": BATCH, "precision": "auto"},
-        "tracking": {"mode": "disabled", "wandb": {"project": "p", "group": None}},
+        "data": {"name": "stdlib"},
+        "optimizer": {"lr": rate},
+        "training": {"steps": STEPS},
         "arena": {"arm": arm},
     }
     lines: list[dict[str, Any]] = [
@@ -111,7 +110,6 @@ def write(
     summary = {
         "status": "completed",
         "config": config,
-        "overrides": [f"score={arm}", f"seed={seed}"],
         "step": STEPS,
         "steps": STEPS,
         "tokens": STEPS * TOKENS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import html
 import json
 import time
@@ -96,9 +97,7 @@ def test_an_undecided_arm_comes_with_the_command_that_adds_its_seeds(tmp_path: P
     title, command = go_on(arena, folder) or ("", "")
     more = int(title.split()[1])
     assert more == arena.comparisons[0].more
-    minutes, seconds = divmod(more * (60 + 90), 60)  # a run of each arm for each seed
-    hours, minutes = divmod(minutes, 60)
-    assert f"(about {hours}:{minutes:02}:{seconds:02} of runs" in title
+    assert f"(about {datetime.timedelta(seconds=more * (60 + 90))} of runs" in title  # a run of each arm for each seed
     assert command == (
         f"python train.py experiment=arena 'arena.arms=\"base | near: x=1\"' arena.seeds={6 + more} "
         f"hydra.sweep.dir={folder}"
@@ -109,8 +108,7 @@ def test_when_the_looks_are_used_up_the_way_on_is_other_seeds(tmp_path: Path) ->
     folder = write_arena(tmp_path / "s", {"base": 0.0, "near": -0.011}, deviation=0.012, looks=1)
     title, command = go_on(arena_of(folder), folder) or ("", "")
     assert title.startswith("The planned looks are used up; start anew with")
-    assert "arena.rules.first_seed=7 arena.rules.looks=1" in command
-    assert "hydra.sweep.dir" not in command
+    assert command.endswith(" arena.rules.first_seed=7 arena.rules.looks=1")
 
 
 def test_more_looks_than_planned_are_warned_of(tmp_path: Path) -> None:

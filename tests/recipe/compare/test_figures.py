@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,14 +83,3 @@ def test_no_two_labels_look_the_same() -> None:
 def test_runs_that_logged_a_single_loss_have_no_curve(tmp_path: Path) -> None:
     write_run(tmp_path / "0", status="failed", stop=1, steps=20, probe_every=0)
     assert charts_of(tmp_path) == {}
-
-
-def test_ticks_of_losses_that_hardly_differ_have_different_labels(tmp_path: Path, figure: Figure) -> None:
-    metrics = write_run(tmp_path / "a", steps=40) / "metrics.jsonl"
-    flat = ({"step": 10 * n, "train/loss": 5.5 + 1e-3 * n} for n in range(1, 5))
-    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in flat))
-    charts_of(tmp_path)["loss"].draw(figure)
-    figure.canvas.draw()
-    (axes,) = figure.axes
-    ticks = [label.get_text() for label in axes.get_yticklabels()]
-    assert len(ticks) == len(set(ticks)) > 2

@@ -139,19 +139,16 @@ def test_differences_to_the_lowest_are_paired_and_hold_for_all_pairs_together(tm
     assert headline_of(tmp_path / "near") == (near, "open")
 
 
-def test_runs_that_are_equal_bit_for_bit_are_called_so(tmp_path: Path) -> None:
+def test_the_headline_of_one_setting_is_its_loss_and_equal_runs_are_called_so(tmp_path: Path) -> None:
     """The loss curves depend on the attention and the seed alone."""
-    for temperature in (1.0, 2.0):
-        write_run(tmp_path / f"{temperature}", steps=40, overrides={"score.temperature": temperature})
-    text, _ = headline_of(tmp_path)
-    assert text == "score.temperature=1.0 and score.temperature=2.0 are equal bit for bit (one seed)"
-    assert rows_of(cell_table(only_sweep(tmp_path)))[1]["to the lowest"] == "equal bit for bit"
-
-
-def test_the_headline_of_one_setting_is_its_loss(tmp_path: Path) -> None:
     for seed, text in enumerate(("3.0000 (one seed)", f"3.5000 ± {math.sqrt(0.5):.2g} (2 seeds)")):
-        write_run(tmp_path / str(seed), "flash", seed, probe_every=0, summary={"val_loss": 3.0 + seed})
-        assert headline_of(tmp_path).text == f"flash: validation loss {text}"
+        write_run(tmp_path / "one" / str(seed), "flash", seed, probe_every=0, summary={"val_loss": 3.0 + seed})
+        assert headline_of(tmp_path / "one").text == f"flash: validation loss {text}"
+    for temperature in (1.0, 2.0):
+        write_run(tmp_path / "equal" / f"{temperature}", steps=40, overrides={"score.temperature": temperature})
+    text, _ = headline_of(tmp_path / "equal")
+    assert text == "score.temperature=1.0 and score.temperature=2.0 are equal bit for bit (one seed)"
+    assert rows_of(cell_table(only_sweep(tmp_path / "equal")))[1]["to the lowest"] == "equal bit for bit"
 
 
 def test_variants_of_attention_are_judged_each_by_itself(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_every_label_of_a_random_sweep_is_true_of_its_runs(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recipe.compare.page.charts", lambda *_: [])  # they take seconds, and their titles are labels
+    (tmp_path / "report").mkdir()
     found = write_sweeps(tmp_path / "runs", seed)
     report = write_report(found, tmp_path / "report")
     by_name, sweeps = {run.name: run for run in found.runs}, sweeps_of(found.runs)

@@ -67,25 +67,16 @@ def test_a_damaged_summary_is_passed_over(tmp_path: Path) -> None:
     assert run.attention == "naive"  # from .hydra/config.yaml
 
 
-def test_steps_logged_again_after_a_resume_count_once_with_the_later_value(tmp_path: Path) -> None:
+def test_steps_logged_again_count_once_and_losses_that_are_not_finite_are_read_as_such(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
     with path.open("a") as file:
-        file.write(json.dumps({"step": 50, "train/loss": 1.25}) + "\n")
-    run = read_run(path.parent)
-    series = run.series("train/loss")
-    assert list(series.steps) == list(range(10, 101, 10))
-    assert series.values[4] == 1.25
-
-
-def test_losses_that_are_not_finite_are_read_as_such(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
-    with path.open("a") as file:
-        file.write('{"step": 110, "train/loss": "nan"}\n{"step": 120, "train/loss": "inf"}\n')
-        file.write('{"step": 130, "train/loss": "-inf"}\n')
-    run = read_run(path.parent)
-    assert math.isnan(run.series("train/loss").values[-3])
-    assert run.series("train/loss").values[-2:].tolist() == [math.inf, -math.inf]
-    assert run.diverged() == 110
+        file.write('{"step": 50, "train/loss": 1.25}\n{"step": 110, "train/loss": "nan"}\n')
+        file.write('{"step": 120, "train/loss": "-inf"}\n')
+    series = read_run(path.parent).series("train/loss")
+    assert list(series.steps) == list(range(10, 121, 10))
+    assert (series.values[4], series.values[-1]) == (1.25, -math.inf)
+    assert math.isnan(series.values[-2])
+    assert read_run(path.parent).diverged() == 110
 
 
 def test_why_runs_failed_is_noted(tmp_path: Path) -> None:
@@ -115,10 +106,9 @@ def test_a_probe_that_compared_less_than_a_micro_batch_is_noted(tmp_path: Path) 
     assert notes(tmp_path) == ["run 2: the probe compared 1 x 128 of 12 x 256 tokens."]
 
 
-@pytest.mark.parametrize("damaged", [[1], "text"])
-def test_parts_of_a_summary_that_are_no_parts_are_passed_over(tmp_path: Path, damaged: object) -> None:
+def test_parts_of_a_summary_that_are_no_parts_are_passed_over(tmp_path: Path) -> None:
     parts = ("median", "peak", "git", "versions", "device", "ablation", "step", "parameters")
-    for seq_len in (128, 256, 512):
+    for seq_len, damaged in ((128, [1]), (256, "text")):
         folder = tmp_path / "sweep" / str(seq_len)
         write_run(folder, steps=100, seq_len=seq_len, tokens_per_s=1000.0, summary=dict.fromkeys(parts, damaged))
     found = find_runs([tmp_path / "sweep"])
@@ -132,7 +122,6 @@ def test_runs_are_found_at_any_depth_and_in_natural_order(tmp_path: Path) -> Non
     for n in (10, 2, 1):
         write_run(tmp_path / "sweep" / str(n))
     (tmp_path / "sweep" / "1" / "checkpoints" / "step-00000500").mkdir(parents=True)
-    (tmp_path / "sweep" / "notes").mkdir()
     found = find_runs([tmp_path / "sweep"])
     assert [run.name for run in found.runs] == ["1", "2", "10"]
     assert len(find_runs([tmp_path]).runs) == 3
@@ -140,11 +129,9 @@ def test_runs_are_found_at_any_depth_and_in_natural_order(tmp_path: Path) -> Non
 
 
 def test_a_folder_given_twice_counts_once_and_one_without_runs_is_noted(tmp_path: Path) -> None:
-    write_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
-    found = find_runs([tmp_path / "run", tmp_path / "run", tmp_path / "empty"])
-    assert len(found.runs) == 1
-    assert found.notes == (f"{tmp_path / 'empty'} holds no run and was left out.",)
+    found = find_runs([write_run(tmp_path / "run"), tmp_path / "run", tmp_path / "empty"])
+    assert (len(found.runs), found.notes) == (1, (f"{tmp_path / 'empty'} holds no run and was left out.",))
 
 
 def test_dirty_trees_mixed_commits_and_devices_are_named(tmp_path: Path) -> None:
@@ -162,44 +149,28 @@ def test_dirty_trees_mixed_commits_and_devices_are_named(tmp_path: Path) -> None
 
 
 def test_labels_distinguish_variants_of_an_implementation(tmp_path: Path) -> None:
-    write_run(tmp_path / "1", "naive")
-    write_run(tmp_path / "2", "tiled", overrides={"attention.block_q": 16, "attention.block_k": 16})
-    write_run(tmp_path / "3", "tiled", overrides={"attention.block_q": 128, "attention.block_k": 32})
-    write_run(tmp_path / "4", "tiled", overrides={"attention.ablate": "no_rescaling"})
-    write_run(tmp_path / "5", "flash", overrides={"attention.path": "plain"})
-    write_run(tmp_path / "6", "flash", overrides={"attention.path": "hopper"})
-    labels = labels_of(find_runs([tmp_path]).runs)
-    variants = ["naive", "tiled 16x16", "tiled 128x32", "tiled 64x64 no_rescaling"]
-    assert list(labels.values()) == [*variants, "flash path=plain", "flash path=hopper"]
+    variants: dict[str, dict[str, object]] = {
+        "naive": {},
+        "tiled 16x16": {"attention.block_q": 16, "attention.block_k": 16},
+        "tiled 64x64 no_rescaling": {"attention.ablate": "no_rescaling"},
+        "flash path=plain": {"attention.path": "plain"},
+        "flash path=hopper": {"attention.path": "hopper"},
+    }
+    for n, (label, overrides) in enumerate(variants.items()):
+        write_run(tmp_path / str(n), label.split()[0], overrides=overrides)
+    assert list(labels_of(find_runs([tmp_path]).runs).values()) == list(variants)
 
 
 def test_only_implementation_seed_and_bookkeeping_may_differ_within_a_cell(tmp_path: Path) -> None:
-    alike = {
-        "seed": 2,
-        "attention.block_q": 16,
-        "training.eval_every": 5,
-        "parity.every": 7,
-        "tracking.wandb.group": "x",
-    }
-    apart = {
-        "model.n_layers": 6,
-        "data.name": "text",
-        "data.documents": "mask",
-        "score.window": 128,
-        "optimizer.lr": 1e-4,
-        "seq_len": 512,
-        "attention.dropout": 0.1,
-        "training.steps": 500,
-    }
-    write_run(tmp_path / "base")
-    for n, (name, value) in enumerate(alike.items()):
+    alike = {"seed": 2, "attention.block_q": 16, "training.eval_every": 5, "parity.every": 7, "tracking.mode": "x"}
+    apart = {"model.n_layers": 6, "data.documents": "mask", "score.window": 128, "attention.dropout": 0.1}
+    for n, (name, value) in enumerate(({"device": "auto"} | alike).items()):
         write_run(tmp_path / f"alike-{n}", overrides={name: value})
     assert len(cells_of(find_runs([tmp_path]).runs)) == 1
     for n, (name, value) in enumerate(apart.items()):
         write_run(tmp_path / f"apart-{n}", overrides={name: value})
-    write_run(tmp_path / "cpu", device="cpu")
-    write_run(tmp_path / "two", devices=2)
-    write_run(tmp_path / "fp32", precision="fp32")
+    for n, differing in enumerate(({"device": "cpu"}, {"devices": 2}, {"precision": "fp32"})):
+        write_run(tmp_path / f"on-{n}", **differing)  # type: ignore[arg-type]
     assert len(cells_of(find_runs([tmp_path]).runs)) == 4 + len(apart)
 
 
@@ -218,27 +189,21 @@ def test_a_killed_run_joins_those_it_shares_its_settings_with(tmp_path: Path) ->
 
 
 def test_of_several_runs_of_a_seed_the_one_with_most_steps_counts(tmp_path: Path) -> None:
-    write_run(tmp_path / "1", status="interrupted", stop=390)
-    write_run(tmp_path / "2")
-    write_run(tmp_path / "3", status="failed", stop=10)
+    for n, stop in enumerate((390, 400, 10)):
+        write_run(tmp_path / str(n), status="completed" if stop == 400 else "interrupted", stop=stop)
     (cell,) = cells_of(find_runs([tmp_path]).runs)
-    assert cell.of("naive")[1].name == "2"
+    assert cell.of("naive")[1].name == "1"
 
 
 def test_lengths_with_equal_tokens_are_one_sweep_and_mixed_batches_are_not(tmp_path: Path) -> None:
-    for seq_len, batch_size in ((256, 8), (512, 4), (1024, 2)):
-        write_run(tmp_path / f"{seq_len}-{batch_size}", seq_len=seq_len, batch_size=batch_size)
-    (sweep,) = sweeps_of(find_runs([tmp_path]).runs)
-    assert (sweep.axis, [cell.seq_len for cell in sweep.cells]) == ("seq_len", [256, 512, 1024])
-    for seq_len in (256, 512):
-        write_run(tmp_path / f"{seq_len}-2", seq_len=seq_len, batch_size=2)
-    lengths, rest = sweeps_of(find_runs([tmp_path]).runs)
-    assert [cell.seq_len for cell in lengths.cells] == [256, 512, 1024]
-    assert (rest.axis, [cell.seq_len for cell in rest.cells]) == (None, [256, 512])
-
-
-def test_numbers_of_devices_are_an_axis(tmp_path: Path) -> None:
+    sizes = [(256, 8), (512, 4), (256, 2), (512, 2)]
+    for known in (2, 4):
+        for seq_len, batch_size in sizes[known - 2 : known]:
+            write_run(tmp_path / f"{seq_len}-{batch_size}", seq_len=seq_len, batch_size=batch_size)
+        lengths, *rest = sweeps_of(find_runs([tmp_path]).runs)
+        assert (lengths.axis, [cell.seq_len for cell in lengths.cells]) == ("seq_len", [256, 512])
+        assert [sweep.axis for sweep in rest] == [None] * (known // 2 - 1)
     for devices in (8, 1, 2):
-        write_run(tmp_path / str(devices), devices=devices, batch_size=24 // devices)
-    (sweep,) = sweeps_of(find_runs([tmp_path]).runs)
+        write_run(tmp_path / "several" / str(devices), devices=devices, batch_size=24 // devices)
+    (sweep,) = sweeps_of(find_runs([tmp_path / "several"]).runs)
     assert (sweep.axis, [cell.devices for cell in sweep.cells]) == ("devices", [1, 2, 8])
