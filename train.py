@@ -25,19 +25,14 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from data.chat import end_at_answers
-from data.errors import brief
 from data.feed import feed
 from data.prepare import prepare
 from data.tasks import TASKS, TaskData
-from data.tokenizers import load_tokenizer
-from model.gpt import GPT
 from model.linear import products_by
 from recipe import CONF
 from recipe.distributed.ranks import check_agreed, from_first_rank, joined
 from recipe.distributed.world import World
-from recipe.infer.generation.sampling import Sampling
-from recipe.infer.generation.text import stream
+from recipe.infer.generation.text import sample_of_run
 from recipe.infer.huggingface import HuggingFace
 from recipe.run.build import build_run
 from recipe.run.compose import to_config
@@ -49,7 +44,6 @@ from recipe.run.run_folder import locked
 from recipe.run.wording import one_sentence
 from recipe.training.device import computing_with, resolve_device
 from recipe.training.loop import fit
-from recipe.training.step import Trainer
 
 WEIGHTS = HuggingFace()  # of init_from
 
@@ -98,24 +92,11 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
                 elif training.sample_tokens and not task:
                     model = run.trainer.whole_model()  # every rank calls this
                     if world.rank == 0:
-                        run.record.print(sample(model, run.trainer, folder))
+                        run.record.print(sample_of_run(model, folder, training.sample_tokens, config.seed))
             run.trainer.release()
     run.interruption.pass_on()
     ended = done == training.steps or run.record.reached is not None
     return 0 if ended else 128 + (run.interruption.number or 0)
-
-
-def sample(model: GPT, trainer: Trainer, folder: Path) -> str:
-    """What the model of a complete run generates, or why it does not: an attention may refuse lengths of a text."""
-    tokenizer, sampling = load_tokenizer(folder), Sampling(temperature=0.8, top_k=50, seed=trainer.seed)
-    end_at_answers(tokenizer, folder)
-    try:
-        text = "".join(
-            stream(model, tokenizer, "\n", trainer.training.sample_tokens, sampling, dtype=trainer.dtype)
-        ).strip()
-    except Exception as error:
-        return f"the run is complete, but has no sample ({brief(error)}); training.sample_tokens=0 asks for none"
-    return f"\n{text}\n"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from data.options import Documents
 from data.untrusted import UntrustedError
 from model.counting import num_parameters
 from model.score import ScoreConfig, describe_score
-from recipe.distributed.world import World
 from recipe.run.config import Config
 from recipe.run.meters import describe_peak, device_name, product_precision
 from recipe.run.run_folder import read_summary
@@ -29,7 +28,7 @@ def describe_run(config: Config, trainer: Trainer, path: str | None) -> Iterator
 
     path  the kernels of its attention
     """
-    yield "  ".join([*_parts(config, trainer, path), *_of_ranks(config, trainer.world), *_of_gpu(trainer)])
+    yield "  ".join(_parts(config, trainer, path))
     for score in dict.fromkeys(trainer.model.scores):
         if score.formula is not None:
             yield describe_formula(str(score.formula), score.causal, score.window, score.sinks)
@@ -38,7 +37,7 @@ def describe_run(config: Config, trainer: Trainer, path: str | None) -> Iterator
 
 
 def _parts(config: Config, trainer: Trainer, path: str | None) -> Iterator[str]:
-    device, precision = trainer.device, trainer.training.precision
+    device, world, precision = trainer.device, trainer.world, trainer.training.precision
     yield f"attention={config.attention.name}" + (f" ({path} kernels)" if path else "")
     if config.score != ScoreConfig():
         yield f"score={describe_score(config.score)}"
@@ -53,19 +52,13 @@ def _parts(config: Config, trainer: Trainer, path: str | None) -> Iterator[str]:
     yield f"precision={precision.value}" + " (auto)" * (config.training.precision is Precision.auto)
     if device.type == "cpu":
         yield f"{torch.get_num_threads()} threads"
-
-
-def _of_ranks(config: Config, world: World) -> Iterator[str]:
     if world.size > 1:
         context = f", parallel.context={world.context}" if world.context > 1 else ""
         exact = "" if config.parallel.exact else ", sums in any order"
         yield f"{world.size} ranks, parallel.data={config.parallel.data.value}{context}{exact}"
-
-
-def _of_gpu(trainer: Trainer) -> Iterator[str]:
-    if trainer.device.type == "cuda":
-        products = product_precision(trainer.training.precision.value, trainer.model.attend.config.allow_tf32)
-        yield f"MFU of {describe_peak(device_name(trainer.device), products)}"
+    if device.type == "cuda":
+        products = product_precision(precision.value, trainer.model.attend.config.allow_tf32)
+        yield f"MFU of {describe_peak(device_name(device), products)}"
 
 
 def describe_complete(asked: TrainingConfig, folder: Path, checkpoint: Manifest | None) -> str | None:

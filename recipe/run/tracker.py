@@ -24,7 +24,7 @@ from typing import Any
 
 from data.atomic import write_atomically
 from data.untrusted import read_text
-from recipe.files import plain, to_json
+from recipe.files import to_json
 from recipe.run.jobs import read_manifest
 from recipe.run.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.run.progress import ProgressLine
@@ -214,8 +214,7 @@ def start_wandb(run_folder: Path, config: TrackingConfig, run_config: Mapping[st
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, secrets.token_hex(4))
-    recorded = plain(run_config)
-    parts = [recorded[part]["name"] for part in ("attention", "score", "model", "data") if part in recorded]
+    parts = [run_config[part]["name"] for part in ("attention", "score", "model", "data") if part in run_config]
     return WandbThread(
         run_folder,
         {
@@ -225,7 +224,7 @@ def start_wandb(run_folder: Path, config: TrackingConfig, run_config: Mapping[st
             "tags": [str(part)[:LONGEST_TAG] for part in dict.fromkeys(parts)],
             "id": read_text(path),
             "resume": "allow" if config.mode is TrackingMode.online else None,
-            "config": recorded,
+            "config": run_config,
         },
     )
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
-from data.tokenizers import TextStream, Tokenizer, ends_of
+from data.chat import end_at_answers
+from data.errors import brief
+from data.tokenizers import TextStream, Tokenizer, ends_of, load_tokenizer
 from data.untrusted import LINE, UntrustedError, has_half_characters, parse_json, read_text
 from model.gpt import GPT
 from recipe.files import to_json
@@ -78,6 +80,17 @@ def stream(
     request = Request(tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token], tokens)
     engine = Engine(model, [request], sampling, dtype=dtype)
     return (piece for _, piece in texts(engine, tokenizer, stop))
+
+
+def sample_of_run(model: GPT, folder: Path, tokens: int, seed: int) -> str:
+    """What the model of a complete run generates, or why it does not: an attention may refuse lengths of a text."""
+    tokenizer, sampling = load_tokenizer(folder), Sampling(temperature=0.8, top_k=50, seed=seed)
+    end_at_answers(tokenizer, folder)
+    try:
+        text = "".join(stream(model, tokenizer, "\n", tokens, sampling, dtype=model.shape.dtype)).strip()
+    except Exception as error:
+        return f"the run is complete, but has no sample ({brief(error)}); training.sample_tokens=0 asks for none"
+    return f"\n{text}\n"
 
 
 def texts(engine: Engine, tokenizer: Tokenizer, stop: str | None = None) -> Iterator[tuple[Request, str]]:

@@ -72,13 +72,6 @@ def test_a_run_that_is_refused_once_its_text_is_read_leaves_no_folder(
     assert contents(folder) == before
 
 
-def test_a_formula_with_a_learned_tensor_is_trained_and_resumed(folder: Path) -> None:
-    formula = ['score.formula="s + bias[h, min(i - j, 31)]"', "score.learned.bias=[h,32]"]
-    assert train(*SMALL, *formula, "training.steps=2", "hydra.run.dir=learned") == 0
-    assert read_config(folder / "learned").score.learned == {"bias": ["h", 32]}
-    assert train("resume=learned", "training.steps=3") == 0
-
-
 def sweep_folder(folder: Path) -> None:
     """multirun/0, as a sweep over two seeds leaves it whose first job is complete."""
     assert train(*SMALL, "training.steps=3", "seed=1", "hydra.run.dir=sweep/0") == 0

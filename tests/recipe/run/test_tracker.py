@@ -148,15 +148,13 @@ def test_git_state_is_commit_and_whether_files_differ_from_it(tmp_path: Path) ->
     git("add", "file")
     git("commit", "-q", "-m", "first")
     assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False, "changes": None}
-    (tmp_path / "file").write_text("b")
-    assert git_state(tmp_path)["dirty"] is True
-    digests = {git_state(tmp_path)["changes"]}
-    (tmp_path / "rows.py").write_text("scale = 1")  # which git does not know
-    digests.add(git_state(tmp_path)["changes"])
-    (tmp_path / "rows.py").write_text("scale = 2")
-    digests.add(git_state(tmp_path)["changes"])
-    (tmp_path / "file").write_bytes(b"d\xe9j\xe0")  # not UTF-8
-    digests.add(git_state(tmp_path)["changes"])
+    digests = set()
+    # git does not know rows.py, and the last content is not UTF-8.
+    for name, content in (("file", b"b"), ("rows.py", b"1"), ("rows.py", b"2"), ("file", b"d\xe9j\xe0")):
+        (tmp_path / name).write_bytes(content)
+        state = git_state(tmp_path)
+        assert state["dirty"]
+        digests.add(state["changes"])
     assert len(digests) == 4
     assert None not in digests
 

@@ -54,9 +54,6 @@ class StandIn:
     def log(self, data: dict[str, Any], step: int) -> None:
         self.note("log", (step, data))
 
-    def save(self, path: Path, base_path: str, policy: str) -> None:
-        self.note("save", str(path.relative_to(base_path)))
-
     def finish(self, exit_code: int) -> None:
         self.note("finish", exit_code)
 
