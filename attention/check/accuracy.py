@@ -28,11 +28,13 @@ CRASHES = 8  # the check of accuracy stops after so many
 
 
 class Judged(NamedTuple):
-    """The result of a call: the verdict on the worst of out, gradients and log-sum-exp, or why it was refused."""
+    """The result of a call: the verdict on the worst of out, gradients and log-sum-exp, or why it was refused; and the
+    rows of all of them that the reference cannot compute."""
 
     verdict: Verdict | None
     refusal: str
     seconds: float
+    unjudged: int
 
 
 class Crash(NamedTuple):
@@ -66,6 +68,7 @@ class Accuracy:
         self.plan = Plan(self.groups, session.dtypes, session.seed, one_of, workers)
         self.worst: dict[str, tuple[Case, Verdict]] = {}
         self.failed: dict[str, int] = Counter()
+        self.unjudged: dict[str, int] = Counter()
         self.calls: dict[str, int] = Counter()
         self.refused: dict[str, list[str]] = defaultdict(list)
         self.crashes: dict[str, list[Crash]] = defaultdict(list)
@@ -93,6 +96,7 @@ class Accuracy:
         assert verdict is not None
         self.calls[group] += 1
         self.failed[group] += not verdict.passes
+        self.unjudged[group] += result.unjudged
         if group not in self.worst or verdict.share > self.worst[group][1].share:
             self.worst[group] = case, verdict
 
@@ -142,6 +146,8 @@ class Accuracy:
             )
         if group == "shifts" and len(self.session.dtypes) > 1:
             details.append("16 bits leave dq few digits there: s and delta are rounded")
+        if rows := self.unjudged[group]:
+            details.append(f"{rows:,} rows are not judged: the reference is not finite there")
         if refused:
             ((reason, _),) = Counter(refused).most_common(1)
             details.append(f"refused {len(refused)}: {reason}")
@@ -175,13 +181,13 @@ class Accuracy:
 
 def judged_call(session: Session, planned: Planned) -> Judged:
     """The verdict on the worst result of a call."""
-    started, verdict, refusal = time.monotonic(), None, ""
+    started, verdict, refusal, unjudged = time.monotonic(), None, "", 0
     try:
         judged = verdicts(session.subject, planned.case, session.device, session.gradients)
-        verdict = max(judged, key=lambda verdict: verdict.share)
+        verdict, unjudged = max(judged, key=lambda verdict: verdict.share), sum(v.unjudged for v in judged)
     except Refused as error:
         refusal = str(error)
-    return Judged(verdict, refusal, time.monotonic() - started)
+    return Judged(verdict, refusal, time.monotonic() - started, unjudged)
 
 
 def smallest_failure(session: Session, case: Case, verdict: Verdict, way: Way = USUAL) -> Failure:

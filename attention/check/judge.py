@@ -42,6 +42,7 @@ class Verdict:
     error    the largest of the row
     formula  the same-precision formula's error in this row
     allowed  the largest error that passes
+    unjudged  rows that the reference cannot compute
     """
 
     name: str
@@ -50,6 +51,7 @@ class Verdict:
     error: float = 0.0
     formula: float = 0.0
     allowed: float = 0.0
+    unjudged: int = 0
 
     @property
     def passes(self) -> bool:

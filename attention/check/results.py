@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -104,7 +105,8 @@ def judged(
 def judged_by(
     reference: Subject, case: Case, inputs: Inputs, got: Mapping[str, Tensor | None], eps: float | None = None
 ) -> list[Verdict]:
-    """The judgement of the results that the reference has too. Raises Refused."""
+    """The judgement of the results that the reference has too, but for rows in which it overflows. Raises Refused, also
+    where all of them do."""
     gradients = any(name.startswith("d") for name in got)
     tensors = {name: x for name in (*LEAVES, "do") if (x := getattr(inputs, name)) is not None}
     rounded = results(reference, case, inputs, gradients)
@@ -126,15 +128,26 @@ def judged_by(
             right = exact[name]
             if x is not None and right is not None:
                 squares[name] += row_means(name, (x - right).square()) / DRAWS
-    found = []
+    found, defined = [], False
     for name, x in got.items():
         right, other = exact.get(name), rounded.get(name)
         if right is None or other is None:
             continue
         size = row_means(name, right.square().nan_to_num(posinf=0.0))
         expected = (squares[name].nan_to_num() + u * u * size).sqrt() + smallest(inputs.q.dtype, right.device)
-        found.append(Reference(right.double(), (other,), expected.double()).errors(name, x).verdict(name))
+        errors, lost = Reference(right.double(), (other,), expected.double()).errors(name, x), overflows(name, right)
+        errors = errors._replace(formula=errors.formula.masked_fill(lost, torch.inf))
+        found.append(replace(errors.verdict(name), unjudged=int(lost.sum())))
+        defined = defined or not lost.all() or not lost.numel()
+    if found and not defined:
+        raise Refused(f"{reference.name} is not finite there")
     return found
+
+
+def overflows(name: str, exact: Tensor) -> Tensor:
+    """Whether each row of a reference's result is not finite. The log-sum-exp of no keys is -inf."""
+    rows = row_means(name, exact)
+    return ~rows.isfinite() & ~((rows == -torch.inf) & (name == "lse"))
 
 
 def row_means(name: str, x: Tensor) -> Tensor:

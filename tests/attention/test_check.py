@@ -590,6 +590,34 @@ def test_another_function_is_compared_with_a_reference_and_its_failure_shown_at_
                 exec(line.failures[0].code, {})
 
 
+def without_maximum(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """Softmax attention that overflows at scores above 709 in fp64."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    e = ((q * q.shape[-1] ** -0.5) @ k.mT).exp()
+    e = e.tril(k.shape[2] - q.shape[2]) if causal else e
+    return e / e.sum(dim=-1, keepdim=True) @ v
+
+
+def test_what_a_reference_cannot_compute_is_not_judged_and_the_line_says_so(monkeypatch: pytest.MonkeyPatch):
+    large = Case(T=9, S=9, spread=1000.0)
+    cases = {"scores": [large, replace(large, T=5, S=5)], "sizes": [Case(T=1, S=1, spread=1e7)], "rows": [Case()]}
+    monkeypatch.setattr(accuracy, "groups", lambda seed: cases)
+    monkeypatch.setattr(parts, "PARTS", {})
+    subject = find(f"{__name__}:plain")
+    subject.reference = find(f"{__name__}:without_maximum")
+    scores, sizes, rows = check(subject, dtypes=["fp32"]).lines
+    assert (scores.status, sizes.status, rows.status) == ("ok", "skip", "ok")
+    assert re.search(r"; \d+ rows are not judged: the reference is not finite there$", scores.detail)
+    assert sizes.detail == f"refused: {__name__}:without_maximum is not finite there"
+    assert "not judged" not in rows.detail
+    monkeypatch.setattr(
+        sys.modules[__name__], "wrong", lambda q, k, v, causal=True: 1.1 * plain(q, k, v, causal), raising=False
+    )
+    subject = find(f"{__name__}:wrong")
+    subject.reference = find(f"{__name__}:without_maximum")
+    assert [line.status for line in check(subject, dtypes=["fp32"]).lines] == ["FAIL", "skip", "FAIL"]
+
+
 def test_a_class_of_a_checkout_is_checked_by_an_installed_library():
     installed = pytest.importorskip("gpt_attention.check.subject")
     subject = installed.find("attention.tiled:TiledAttention")
