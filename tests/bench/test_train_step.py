@@ -57,7 +57,7 @@ def test_measuring_again_replaces_a_cell_alone_and_a_failure_keeps_earlier_rows(
     assert measured({"flash": {"tokens_per_s": 3.0}}) == (0, {"flash": 3.0, "sdpa": 2.0})
     profiled = {"flash": 3.0, "sdpa": 2.0, "flash profile=true": 1.0}  # slower, and replaces no other
     assert measured({"flash": {"tokens_per_s": 1.0}}, "training.profile=true") == (0, profiled)
-    failed = {"flash": {"status": "failed", "message": "killed"}, "sdpa": {"tokens_per_s": 4.0}}
+    failed: dict[str, Row] = {"flash": {"status": "failed", "message": "killed"}, "sdpa": {"tokens_per_s": 4.0}}
     assert measured(failed) == (1, profiled | {"sdpa": 4.0})
     assert "killed" in capsys.readouterr().out
 
