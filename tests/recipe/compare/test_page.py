@@ -17,7 +17,7 @@ import pytest
 from recipe.compare.page import Report, write_report
 from recipe.compare.runs import find_runs, read_run
 from recipe.compare.tables import runs_csv, signed
-from recipe.wording import percent, power_of_ten, short_length, short_number, size, times
+from recipe.wording import percent, short_length, short_number, size, times
 from tests.recipe.compare.synthetic import write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -108,12 +108,10 @@ def test_the_numbers_can_be_copied(folder: Path, report: Report) -> None:
 
 def test_numbers_are_written_with_units_and_few_digits() -> None:
     assert [short_length(n) for n in (1000, 1024, 524288)] == ["1,000", "1k", "512k"]
-    assert [short_number(x) for x in (0, 1.5e6, 40_000, 0.05, 1e-6)] == ["0", "1.5M", "40k", "0.05", "10⁻⁶"]
-    assert [power_of_ten(x) for x in (1e-6, -2e-5, 1.0, 0)] == ["10⁻⁶", "-2·10⁻⁵", "10⁰", "0"]
+    assert [short_number(x) for x in (0, 1.5e6, 40_000, 0.05, -1e-6)] == ["0", "1.5M", "40k", "0.05", "-10⁻⁶"]
     assert [size(x) for x in (0.00143, 0.17, 4.4e-6, 0)] == ["0.0014", "0.17", "4·10⁻⁶", "0"]
     assert [percent(x) for x in (0.00001, 0.1234, 1.63)] == ["under 0.1 %", "12 %", "160 %"]
-    assert [times(x) for x in (0.04, 171.0, 9_660_000)] == ["0.04 times", "170 times", "9,700,000 times"]
-    assert times(1.36e149) == "over a billion times"
+    assert [times(x) for x in (0.04, 171.0, 1.36e149)] == ["0.04 times", "170 times", "over a billion times"]
     assert [signed(x) for x in (0.0, -3e-7, -0.01234)] == ["0", "-3e-07", "-0.0123"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,14 @@ def sweep(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), other: str = "flash"
         write_run(folder / f"naive-{seed}", "naive", seed, **shared)  # type: ignore[arg-type]
         write_run(folder / f"{other}-{seed}", other, seed, **options)  # type: ignore[arg-type]
     return only(folder)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """A folder with three seeds of the reference."""
+    for seed in (1, 2, 3):
+        write_run(tmp_path / f"naive-{seed}", "naive", seed)
+    return tmp_path
 
 
 def row_of(verdict: Verdict) -> dict[str, str]:
@@ -98,11 +107,9 @@ def test_what_was_not_measured_leaves_parity_open(tmp_path: Path) -> None:
     assert (only(tmp_path / "masks").outcome, only(tmp_path / "masks").gaps) == (Outcome.open, (Gap.own_masks,))
 
 
-def test_a_curve_further_away_than_the_seeds_are_is_broken_even_where_no_probe_ran(tmp_path: Path) -> None:
-    shift(write_run(tmp_path / "flash", "flash", 1, probe_every=0), "train/loss", 0.4, after=200)
-    for seed in (1, 2, 3):
-        write_run(tmp_path / f"naive-{seed}", "naive", seed)
-    verdict = only(tmp_path)
+def test_a_curve_further_away_than_the_seeds_are_is_broken_even_where_no_probe_ran(three: Path) -> None:
+    shift(write_run(three / "flash", "flash", 1, probe_every=0), "train/loss", 0.4, after=200)
+    verdict = only(three)
     assert verdict.outcome is Outcome.broken
     assert verdict.curve is not None
     assert verdict.curve.step > 200
@@ -143,81 +150,56 @@ def test_curves_that_cross_are_no_evidence_against_an_implementation(tmp_path: P
     assert only(tmp_path).outcome is Outcome.holds
 
 
-def test_a_run_that_comes_to_nan_where_the_reference_does_not_is_broken(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        write_run(tmp_path / f"naive-{seed}", "naive", seed)
-    write_run(tmp_path / "tiled", "tiled", 1, status="failed", stop=120, non_finite_step=126)
-    verdict = only(tmp_path)
-    assert verdict.outcome is Outcome.broken
-    assert row_of(verdict)["where"] == "not finite at step 126 with seed 1, where naive is"
-
-
-def test_a_run_is_not_broken_where_the_reference_did_not_come_past_the_step(tmp_path: Path) -> None:
-    write_run(tmp_path / "naive", "naive", 1, status="failed", stop=120, non_finite_step=126)
-    write_run(tmp_path / "tiled", "tiled", 1, status="failed", stop=120, non_finite_step=126)
-    assert only(tmp_path).outcome is Outcome.open
-
-
-def test_where_the_reference_did_not_run_an_ablated_one_is_broken_by_its_intact_self(tmp_path: Path) -> None:
-    """Runs like those of experiment=break_it: both are probed, and the probe sees nothing before the overflow."""
+def test_a_run_is_broken_by_nan_only_where_another_of_its_seed_came_past_the_step(three: Path) -> None:
+    """Without the reference, an ablated run is compared with its intact self, as in experiment=break_it."""
+    stopped: dict[str, Any] = {"status": "failed", "stop": 120, "non_finite_step": 126}
+    write_run(three / "tiled", "tiled", 1, **stopped)
+    assert only(three).outcome is Outcome.broken
+    assert row_of(only(three))["where"] == "not finite at step 126 with seed 1, where naive is"
+    for name in ("naive", "tiled"):
+        write_run(three / "both" / name, name, 1, **stopped)
+    assert only(three / "both").outcome is Outcome.open
+    write_run(three / "alone" / "0", "tiled", 7)
     ablated = {"attention.ablate": "no_max_subtraction"}
-    write_run(tmp_path / "0", "tiled", 7)
-    write_run(tmp_path / "1", "tiled", 7, status="failed", stop=120, non_finite_step=121, overrides=ablated)
-    verdicts = {verdict.label: verdict for verdict in judged(tmp_path)}
-    assert verdicts["tiled no_max_subtraction"].not_finite == NotFinite(121, 7, "tiled")
+    write_run(three / "alone" / "1", "tiled", 7, overrides=ablated, **stopped)
+    verdicts = {verdict.label: verdict for verdict in judged(three / "alone")}
+    assert verdicts["tiled no_max_subtraction"].not_finite == NotFinite(126, 7, "tiled")
     assert verdicts["tiled"].outcome is Outcome.open
 
 
-def test_a_nan_in_the_probe_is_a_difference(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "flash", "flash", 1)
+def test_a_nan_in_the_probe_is_a_difference(three: Path) -> None:
+    folder = write_run(three / "flash", "flash", 1)
     edit(folder, lambda line: line | {"parity/grad_rel_err": "nan"} if line["step"] == 300 else line)
-    write_run(tmp_path / "naive", "naive", 1)
-    verdict = only(tmp_path)
-    assert verdict.outcome is Outcome.broken
-    assert row_of(verdict)["same weights"] == "infinitely many"
-    assert "same weights: step 300, gradients of h.3.attn.c_attn.weight" in row_of(verdict)["where"]
+    assert row_of(only(three))["same weights"] == "infinitely many"
+    assert "same weights: step 300, gradients of h.3.attn.c_attn.weight" in row_of(only(three))["where"]
 
 
-def test_the_probe_alone_speaks_where_the_reference_did_not_run(tmp_path: Path) -> None:
+def test_a_probe_speaks_of_its_reference_alone_also_where_that_did_not_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "sdpa", "sdpa", 1, probe_every=0)
+    assert judged(tmp_path) == []
     write_run(tmp_path / "flash", "flash", 1)
     write_run(tmp_path / "tiled", "tiled", 1, error="no_rescaling")
-    tiled, flash = judged(tmp_path)
+    tiled, _, flash = judged(tmp_path)
     assert (flash.outcome, flash.gaps) == (Outcome.open, (Gap.no_reference,))
     assert tiled.outcome is Outcome.broken
+    assert {Gap.no_probe in verdict.gaps for verdict in judged(tmp_path, "sdpa")} == {True}
+    write_run(tmp_path / "longer", "flash", 1, seq_len=512, probe_every=0)
+    assert len(judged(tmp_path)) == 3  # nothing is compared with that one
 
 
-def test_a_probe_of_another_reference_is_no_probe_of_this_one(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        write_run(tmp_path / f"sdpa-{seed}", "sdpa", seed, probe_every=0)
-        write_run(tmp_path / f"flash-{seed}", "flash", seed)
-    assert only(tmp_path, reference="sdpa").gaps == (Gap.no_probe,)
-    assert judged(tmp_path)[1].gaps == (Gap.no_reference,)
-
-
-def test_an_interrupted_run_is_compared_as_far_as_it_got(tmp_path: Path) -> None:
-    for seed in (1, 2, 3):
-        write_run(tmp_path / f"naive-{seed}", "naive", seed)
-    write_run(tmp_path / "flash", "flash", 1, status="interrupted", stop=230)
-    verdict = only(tmp_path)
+def test_an_interrupted_run_is_compared_as_far_as_it_got(three: Path) -> None:
+    write_run(three / "flash", "flash", 1, status="interrupted", stop=230)
+    verdict = only(three)
     assert verdict.curve is not None
     assert verdict.curve.step <= 230
     assert verdict.final is not None
-    ours, theirs = (read_run(tmp_path / name).series("val/loss").values[4] for name in ("flash", "naive-1"))
+    ours, theirs = (read_run(three / name).series("val/loss").values[4] for name in ("flash", "naive-1"))
     assert verdict.final.difference == abs(ours - theirs)  # at step 200, the last evaluation that both have
     assert verdict.outcome is Outcome.holds
 
 
-def test_nothing_is_judged_without_something_to_compare(tmp_path: Path) -> None:
-    write_run(tmp_path / "naive", "naive", 1)
-    assert judged(tmp_path) == []
-    write_run(tmp_path / "flash", "flash", 1, seq_len=512, probe_every=0)
-    assert judged(tmp_path) == []
-
-
-def test_the_spread_is_the_distance_of_every_pair_of_seeds(tmp_path: Path) -> None:
-    for seed in (1, 2, 3, 4):
-        write_run(tmp_path / str(seed), "naive", seed, steps=100)
-    runs = find_runs([tmp_path]).runs
+def test_the_spread_is_the_distance_of_every_pair_of_seeds(three: Path) -> None:
+    runs = find_runs([three]).runs
     spread = seed_spread(runs)
     assert spread is not None
     curves = np.array([run.series("train/loss").values for run in runs])
