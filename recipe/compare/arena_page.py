@@ -93,7 +93,6 @@ def as_json(arena: Arena) -> dict[str, Any]:
         "baseline": arena.plan.baseline,
         "seeds": list(arena.plan.seeds),
         "margin": arena.plan.margin,
-        "looks": [len(arena.plan.looks), arena.plan.planned_looks],
         "losses": {name: arm.losses for name, arm in arena.arms.items()},
         "learning_rates": {name: arm.tried for name, arm in arena.arms.items()},
         "arms": {one.arm.name: _comparison(one) for one in arena.comparisons},

@@ -129,8 +129,7 @@ class Comparison:
     @cached_property
     def equal(self) -> bool:
         """Whether every run logged the losses of its partner, bit for bit."""
-        pairs = pairs_of(self.arm.runs, self.baseline.runs)
-        return bool(pairs) and all(equal_to_the_bit(*pair) for pair in pairs.values())
+        return equal_to_the_bit(pairs_of(self.arm.runs, self.baseline.runs))
 
     def at_equal(self, cost: str) -> Paired | None:
         """The differences where arm and baseline have paid as much; None where that is unknown.

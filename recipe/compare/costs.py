@@ -193,5 +193,5 @@ def _ranked(point: Point, lowest: Point, level: float, several: bool) -> Ranked:
         seeds=len(gaps) or 1,
         difference=float(test.mean) if test else mean,
         interval=test.interval(level) if test else None,
-        equal=bool(pairs) and all(equal_to_the_bit(*pair) for pair in pairs.values()),
+        equal=equal_to_the_bit(pairs),
     )

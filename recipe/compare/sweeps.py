@@ -42,10 +42,13 @@ def difference(run: Run, reference: Run, metric: str = "train/loss") -> Series:
     return Series(steps, a.values[in_a] - b.values[in_b])
 
 
-def equal_to_the_bit(run: Run, reference: Run) -> bool:
-    """Whether two runs logged the same losses at the same steps."""
-    logged = [(*one.series("train/loss"), *one.series("val/loss")) for one in (run, reference)]
-    return all(map(np.array_equal, *logged)) and run.final("val/loss") == reference.final("val/loss")
+def equal_to_the_bit(pairs: Mapping[int, tuple[Run, Run]]) -> bool:
+    """Whether there are pairs, and the runs of each logged the same losses at the same steps."""
+    logged = [
+        [(*run.series("train/loss"), *run.series("val/loss"), run.final("val/loss")) for run in pair]
+        for pair in pairs.values()
+    ]
+    return bool(logged) and all(all(map(np.array_equal, *pair)) for pair in logged)
 
 
 @dataclass(frozen=True)
