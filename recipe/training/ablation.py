@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attention import Ablation, Attention, AttentionConfig, Score, build_attention
+from attention.check.cases import DTYPES
 
 TILES = 4  # in each direction
 HEAD_DIM = 64
@@ -51,15 +52,16 @@ def measure(config: AttentionConfig) -> list[dict[str, object]]:
     if config.ablate is Ablation.none:
         return []
     config = replace(config, dropout=0.0)
-    return [asdict(broken(config, dtype)) for dtype in (torch.float16, torch.float32)]
+    return [asdict(broken(config, name)) for name in ("fp16", "fp32")]
 
 
-def broken(config: AttentionConfig, dtype: torch.dtype) -> Broken:
-    """Find the first tile and row at which `config` is further off than the intact algorithm ever is."""
+def broken(config: AttentionConfig, name: str) -> Broken:
+    """Find the first tile and row at which `config` is further off than the intact algorithm ever is, in the precision
+    of this name."""
     attend, intact = build_attention(config), build_attention(replace(config, ablate=Ablation.none))
     exact = build_attention(AttentionConfig(name="naive"))
     q, k, v = growing_scores(TILES * config.block_q, TILES * config.block_k)
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = (x.to(DTYPES[name]) for x in (q, k, v))
 
     stops = range(config.block_k, k.shape[2] + 1, config.block_k)
     tolerance = MARGIN * max(row_errors(intact, exact, q, k[:, :, :s], v[:, :, :s]).max().item() for s in stops)
@@ -72,24 +74,27 @@ def broken(config: AttentionConfig, dtype: torch.dtype) -> Broken:
             if first_tile is None and bad.any():
                 first_tile, first_row = (i, j), rows.start + int(bad.int().argmax())
 
-    out = attend(q, k, v, score=FULL).out.double()
-    error = (out - exact(q.double(), k.double(), v.double(), score=FULL).out).abs()
+    error = errors(attend, exact, q, k, v)
     finite = error[error.isfinite()]
     return Broken(
         ablate=config.ablate.value,
-        dtype={torch.float16: "fp16", torch.float32: "fp32"}[dtype],
+        dtype=name,
         first_bad_tile=first_tile,
         first_bad_row=first_row,
         max_error=finite.max().item() if len(finite) else None,
-        non_finite=not out.isfinite().all().item(),
+        non_finite=len(finite) < error.numel(),
     )
 
 
 def row_errors(attend: Attention, exact: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The largest error of each query's output, (T,); inf where it is not finite."""
+    return errors(attend, exact, q, k, v).nan_to_num(nan=math.inf).amax(dim=(0, 1, 3))
+
+
+def errors(attend: Attention, exact: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """|out - fp64|, as large as out; not finite where out is not."""
     out = attend(q, k, v, score=FULL).out.double()
-    error = (out - exact(q.double(), k.double(), v.double(), score=FULL).out).abs()
-    return error.nan_to_num(nan=math.inf).amax(dim=(0, 1, 3))
+    return (out - exact(q.double(), k.double(), v.double(), score=FULL).out).abs()
 
 
 def growing_scores(T: int, S: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import math
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.atomic import sync
+from data.atomic import sync, to_disk
 from data.untrusted import read_json
 from recipe.distributed.ranks import from_every_rank, from_first_rank, rank
 from recipe.errors import UserError
@@ -251,8 +250,7 @@ def _write_manifest(partial: Path, content: dict[str, Any]) -> None:
     """Complete the checkpoint in `partial`, and bring its folders to the disk."""
     with (partial / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(to_json({"format": FORMAT, **content, "digest": _digest(content)}, indent=2))
-        file.flush()
-        os.fsync(file.fileno())
+        to_disk(file)
     for folder in (*(partial / part for part in PARTS), partial):
         sync(folder)
 

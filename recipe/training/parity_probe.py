@@ -19,11 +19,13 @@ The probe changes no weight, gradient or random-number generator.
 from __future__ import annotations
 
 import logging
-import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from attention import (
     IMPLEMENTATIONS,
@@ -36,15 +38,17 @@ from attention import (
     build_attention,
 )
 from attention.check.judge import full_precision_products
+from attention.precision import accum_dtype
 from data.batches import Batch
 from model.gpt import GPT
+from model.loss import IGNORE_INDEX
 from recipe.errors import UserError, sentence_of
 from recipe.training.device import free_memory
-from recipe.training.fwd_bwd import FwdBwd, differences, fwd_bwd, memory_returned
 from recipe.training.parity import beyond_rounding, rank, wrong_alone
 from recipe.training.parity_layers import check_layers, part
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 
 # A probe takes at most this fraction of the memory that is free when it starts.
 MEMORY_SHARE = 0.8
@@ -144,40 +148,30 @@ class ParityProbe:
         Returns `parity/*` as docs/probe.md lists them. If three passes do not fit in memory, it compares fewer
         sequences or fewer tokens, logs that, and reports the size in parity/tokens.
         """
-        of = batch.inputs.shape
-        B, T = self.window or self._first_window(model, *of)
-        while True:
-            part = batch.beginning(B, T)
-            try:
-                with memory_returned(batch.inputs.device):
-                    measured = self._compare(model, part, key, loss_scale)
-                break
-            except torch.OutOfMemoryError:
-                if B * T == 1:
-                    raise
-            # Outside the handler, whose traceback would keep the failed pass's tensors alive.
-            B, T = smaller(B, T)
-            self._reduce_window(B, T, *of)
+        (B, T), device = batch.inputs.shape, batch.inputs.device
+        planned = self.window or self._planned(model, B, T)
+        measured, window = fitting(
+            device, *planned, lambda b, t: self._compare(model, batch.beginning(b, t), key, loss_scale)
+        )
+        if window != (self.window or (B, T)):
+            log.warning(
+                f"parity: attention={self.config.reference} on {B} sequences of {T} tokens does not fit in "
+                f"memory; comparing {window[0]} of {window[1]}."
+            )
+            self.window = window
         difference = beyond_rounding(measured)
         if difference:
             log.warning(f"parity: attention={model.attend.name} is not {self.config.reference}: {difference}.")
-        layers = self._layers(model, batch, key)
+        # Each layer's attention alone, on as many sequences and tokens as fit in its time and in memory.
+        checked, of_layers = fitting(
+            device,
+            *part(B, T, device),
+            lambda b, t: check_layers(model, batch.beginning(b, t), key, self.shape.dtype),
+        )
+        layers = checked | {"parity/attention_tokens": [*of_layers]}
         if difference := wrong_alone(layers):
             log.warning(f"parity: attention={model.attend.name} is wrong: {difference}.")
-        return measured | layers | {"parity/tokens": [B, T]}
-
-    def _layers(self, model: GPT, batch: Batch, key: DropoutKey | None) -> dict[str, Any]:
-        """Each layer's attention alone, on as many sequences and tokens as fit in its time and in memory."""
-        B, T = part(batch.inputs.shape[0], batch.inputs.shape[1], batch.inputs.device)
-        while True:
-            try:
-                with memory_returned(batch.inputs.device):
-                    checked = check_layers(model, batch.beginning(B, T), key, self.shape.dtype)
-                return checked | {"parity/attention_tokens": [B, T]}
-            except torch.OutOfMemoryError:
-                if B * T == 1:
-                    raise
-            B, T = smaller(B, T)
+        return measured | layers | {"parity/tokens": [*window]}
 
     def _compare(self, model: GPT, batch: Batch, key: DropoutKey | None, loss_scale: float) -> dict[str, Any]:
         def run(attend: Attention, dtype: torch.dtype) -> FwdBwd:
@@ -198,14 +192,12 @@ class ParityProbe:
             "parity/noise_grad_rel_err": max(noise.gradients.values(), key=rank),
         }
 
-    def _first_window(self, model: GPT, B: int, T: int) -> tuple[int, int]:
+    def _planned(self, model: GPT, B: int, T: int) -> tuple[int, int]:
         """The part of (B, T) that should fit, estimated from the size of the reference's scores and of the logits."""
-        free, window = free_memory(self.shape.device), (B, T)
-        while math.prod(window) > 1 and self._estimate(model, *window) > MEMORY_SHARE * free:
-            window = smaller(*window)
-        if window != (B, T):
-            self._reduce_window(*window, B, T)
-        return window
+        free = free_memory(self.shape.device)
+        while B * T > 1 and self._estimate(model, B, T) > MEMORY_SHARE * free:
+            B, T = smaller(B, T)
+        return B, T
 
     def _estimate(self, model: GPT, B: int, T: int) -> int:
         """Bytes of the costliest pass, `exact`: per layer three (B, H, T, T) matrices of a naive reference (its
@@ -213,14 +205,116 @@ class ParityProbe:
         scores = 3 * model.config.n_layers * B * self.shape.n_heads * T * T if self.config.reference == "naive" else 0
         return self.exact_dtype.itemsize * (scores + 4 * B * T * model.vocab_size)
 
-    def _reduce_window(self, B: int, T: int, of_B: int, of_T: int) -> None:
-        self.window = (B, T)
-        log.warning(
-            f"parity: attention={self.config.reference} on {of_B} sequences of {of_T} tokens does not fit in memory; "
-            f"comparing {B} of {T}."
-        )
+
+def fitting(device: torch.device, B: int, T: int, work: Callable[[int, int], R]) -> tuple[R, tuple[int, int]]:
+    """work(B, T), with fewer sequences or tokens for as long as it runs out of memory; and how many it had at last."""
+    while True:
+        try:
+            return work(B, T), (B, T)
+        except torch.OutOfMemoryError:
+            if B * T == 1:
+                raise
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # the allocator's unused memory goes back to the device
+        # Outside the handler, whose traceback would keep the failed pass's tensors alive.
+        B, T = smaller(B, T)
 
 
 def smaller(B: int, T: int) -> tuple[int, int]:
     """Half of the sequences or, for a single one, half of its tokens."""
     return (B // 2, T) if B > 1 else (1, max(1, T // 2))
+
+
+@dataclass
+class FwdBwd:
+    """The result of one forward and backward pass."""
+
+    loss: Tensor  # scalar
+    logits: Tensor  # (B, T, vocab_size)
+    gradients: dict[str, Tensor]
+
+
+@dataclass
+class Differences:
+    """Two of them compared: |loss difference|, the largest |logit difference|, and each parameter's relative error of
+    the gradient, ||a - b|| / ||b||."""
+
+    loss: float
+    logits: float
+    gradients: dict[str, float]
+
+
+def fwd_bwd(
+    model: GPT,
+    batch: Batch,
+    key: DropoutKey | None,
+    attend: Attention,
+    dtype: torch.dtype,
+    loss_scale: float = 1.0,
+) -> FwdBwd:
+    """One pass through `model` with `attend`, computing in `dtype`; no parameter's .grad is touched.
+
+    Half precisions use autocast, as in training; fp64 copies the parameters.
+    """
+    device = batch.inputs.device.type
+    step = FwdBwdModule(model)
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    if dtype is torch.float64:
+        parameters = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
+    half = dtype in (torch.bfloat16, torch.float16)
+    with torch.autocast(device, dtype, enabled=half):
+        return torch.func.functional_call(
+            step,
+            {f"model.{name}": p for name, p in parameters.items()},
+            (batch, key, attend, parameters, loss_scale),
+        )
+
+
+class FwdBwdModule(nn.Module):
+    """A model's loss, logits and gradients in one call, so that a functional call's parameters are still in place
+    when activation checkpointing runs the forward pass again."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+
+    def forward(
+        self,
+        batch: Batch,
+        key: DropoutKey | None,
+        attend: Attention,
+        parameters: Mapping[str, Tensor],
+        loss_scale: float,
+    ) -> FwdBwd:
+        options = {"dropout_key": key, "attend": attend, "document_starts": batch.document_starts}
+        logits = self.model(batch.inputs, **options)  # (B, T, vocab_size)
+        x = logits.to(accum_dtype(logits.dtype)).flatten(0, 1)  # (B * T, vocab_size)
+        loss = F.cross_entropy(x, batch.targets.flatten(), ignore_index=IGNORE_INDEX)
+        # A second head has no part in these logits.
+        gradients = torch.autograd.grad(
+            loss * loss_scale, list(parameters.values()), allow_unused=True, materialize_grads=True
+        )
+        unscaled = {name: g / loss_scale for name, g in zip(parameters, gradients, strict=True)}
+        return FwdBwd(loss.detach(), logits.detach(), unscaled)
+
+
+def differences(a: FwdBwd, b: FwdBwd) -> Differences:
+    """The differences of a and b."""
+    dtype = accum_dtype(torch.promote_types(a.logits.dtype, b.logits.dtype))
+    # One sequence at a time: copies of all logits in `dtype` may not fit in memory.
+    logits = torch.stack([(x.to(dtype) - y.to(dtype)).abs().max() for x, y in zip(a.logits, b.logits, strict=True)])
+    errors = torch.stack([relative_error(a.gradients[name], b.gradients[name]) for name in b.gradients])
+    return Differences(
+        loss=(a.loss.double() - b.loss.double()).abs().item(),
+        logits=logits.max().item(),
+        gradients=dict(zip(b.gradients, errors.tolist(), strict=True)),
+    )
+
+
+def relative_error(a: Tensor, b: Tensor) -> Tensor:
+    """||a - b|| / ||b||, 0 where both are 0."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    error = torch.linalg.vector_norm(a.to(dtype) - b.to(dtype)).double()
+    return torch.where(error == 0, error, error / torch.linalg.vector_norm(b).double())

@@ -23,10 +23,9 @@ from recipe.distributed.world import World
 from recipe.run.build import build_trainer
 from recipe.run.config import Config
 from recipe.training.device import Precision
-from recipe.training.graphed_step import WARMUP_CALLS
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 from recipe.training.options import TrainingConfig
-from recipe.training.step import Trainer
+from recipe.training.step import WARMUP_CALLS, Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -32,7 +32,7 @@ from model.options import (
     Scaling,
 )
 from model.positions import attention_factor, frequencies
-from recipe.training.muon import hidden_matrices
+from recipe.training.optimizer import hidden_matrices
 from tests.model.textbook import Textbook
 from tests.parts import EVERYTHING, GEMMA, LLAMA, PARTS
 

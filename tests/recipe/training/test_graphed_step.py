@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from recipe.training.graphed_step import WARMUP_CALLS, GraphedStep
+from recipe.training.step import WARMUP_CALLS, GraphedStep
 
 
 def test_recording_compiles_nothing_where_batches_are_views_and_other_shapes_came_before(
@@ -20,7 +20,7 @@ def test_recording_compiles_nothing_where_batches_are_views_and_other_shapes_cam
     for name in ("Stream", "CUDAGraph", "current_stream", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr("recipe.training.graphed_step.capturing", lambda graph, stream: nullcontext())
+    monkeypatch.setattr("recipe.training.step.capturing", lambda graph, stream: nullcontext())
     compiled = CompileCounter()
 
     @torch.compile(backend=compiled)

@@ -26,9 +26,9 @@ from recipe.run.build import build_trainer
 from recipe.run.config import Config
 from recipe.training.checkpoint import save_checkpoint
 from recipe.training.device import Precision
-from recipe.training.muon import STACKED
 from recipe.training.optimizer import (
     OPTIMIZERS,
+    STACKED,
     Decay,
     OptimizerConfig,
     OptimizerError,

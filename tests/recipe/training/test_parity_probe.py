@@ -24,9 +24,8 @@ from data.batches import Batch
 from model.gpt import GPT, Computation
 from model.options import GPTConfig, Recompute
 from recipe.training import parity_probe as parity
-from recipe.training.fwd_bwd import fwd_bwd
 from recipe.training.parity import beyond_rounding, summarise
-from recipe.training.parity_probe import ParityConfig, ParityError, ParityProbe, check_parity
+from recipe.training.parity_probe import ParityConfig, ParityError, ParityProbe, check_parity, fwd_bwd
 from tests.wrong_attention import CLASSES, WRONG
 
 VOCABULARY, T, B = 65, 32, 4
