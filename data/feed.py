@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.batches import Batch, Batches, GlobalBatch, Source, eval_batches
-from data.mixing import MixedBatches
+from data.batches import Batch, Batches, GlobalBatch, MixedBatches, Source, eval_batches
 from data.options import DataConfig, Documents
 from data.packing import ChatBatches, PackedRows, chat_windows
 from data.store import PreparedData

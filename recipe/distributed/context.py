@@ -13,6 +13,7 @@ Dropout keys hold the place of a rank's part in the whole call, so masks are the
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
@@ -86,6 +87,34 @@ class ContextAttention(Attention):
         """Prepare nothing: the wrapped attention does, where it knows the positions."""
         return q, call
 
+    @abstractmethod
+    def shared(self, q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool = False) -> AttentionOutput:
+        """q (B, H, T / W, D), k and v (B, H_kv, T / W, D) of this rank's rows."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+        return self.shared(q, k, v, call)
+
+    def lse(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        lse = self.shared(q, k, k, call, return_lse=True).lse
+        assert lse is not None
+        return lse
+
+    def call_inner(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, score: Score, tensors: Mapping[str, Tensor],
+        return_lse: bool, **place: int,
+    ) -> AttentionOutput:  # fmt: skip
+        """The wrapped attention, with the dropout masks of a `place` in the whole call."""
+        key = call.dropout_key
+        return self.inner(
+            *(q, k, v),
+            score=score,
+            layout=call.layout,
+            scale=call.spec.scale,
+            dropout_key=None if key is None else moved(key, **place),
+            tensors=tensors,
+            return_lse=return_lse,
+        )
+
     def check_features(self, features: Mapping[str, Option]) -> None:
         self.inner.check_features(features)
         for feature, asked_by in features.items():
@@ -112,18 +141,7 @@ class HeadParallel(ContextAttention):
             first = self.rank * (n_heads // self.ranks)
             self.scores[score.values] = replace(score, formula=from_head(score.formula, first))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
-        """q (B, H, T / W, D), k and v (B, H_kv, T / W, D)."""
-        out = self._spread(self._whole_rows(q, k, v, call, return_lse=False).out)
-        return AttentionOutput(out)
-
-    def lse(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
-        lse = self._whole_rows(q, k, k, call, return_lse=True).lse
-        assert lse is not None
-        return self._spread(lse[..., None])[..., 0]
-
-    def _whole_rows(self, q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> AttentionOutput:
-        """The wrapped attention of this rank's heads: (B, H / W, T, D)."""
+    def shared(self, q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool = False) -> AttentionOutput:
         W, H = self.ranks, q.shape[1]
         heads, kv_heads = H // W, k.shape[1] // W
         B, _, T, D = q.shape
@@ -132,20 +150,13 @@ class HeadParallel(ContextAttention):
         received = exchanged(packed, self.group)  # from rank r its rows
         qkv = received.transpose(0, 1).reshape(B, W * T, heads + 2 * kv_heads, D)
         q, k, v = (x.transpose(1, 2) for x in qkv.split([heads, kv_heads, kv_heads], dim=2))
-        key, score = call.dropout_key, call.spec.score
+        score = call.spec.score
         if score.formula is not None and score.values not in self.scores:
             self.add_score(score, H)
-        return self.inner(
-            q,
-            k,
-            v,
-            score=self.scores.get(score.values, score),
-            layout=call.layout,
-            scale=call.spec.scale,
-            dropout_key=None if key is None else moved(key, first_head=self.rank * heads),
-            tensors={name: self._of_heads(x, score.tensors()[name], heads) for name, x in call.tensors.items()},
-            return_lse=return_lse,
-        )
+        tensors = {name: self._of_heads(x, score.tensors()[name], heads) for name, x in call.tensors.items()}
+        of_heads = self.scores.get(score.values, score)
+        out, lse = self.call_inner(q, k, v, call, of_heads, tensors, return_lse, first_head=self.rank * heads)
+        return AttentionOutput(self._spread(out), None if lse is None else self._spread(lse[..., None])[..., 0])
 
     def _of_heads(self, x: Tensor, axes: tuple[str, ...], heads: int) -> Tensor:
         """The part of a score's tensor that belongs to this rank's heads."""
@@ -175,35 +186,14 @@ class KeyGather(ContextAttention):
     by = ContextBy.keys
     lacks = frozenset({"offsets", "full"})  # a part attends to the keys up to its end
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
-        """q (B, H, T / W, D), k and v (B, H_kv, T / W, D)."""
-        return AttentionOutput(self._attend_both_parts(q, k, v, call, return_lse=False).out)
-
-    def lse(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
-        lse = self._attend_both_parts(q, k, k, call, return_lse=True).lse
-        assert lse is not None
-        return lse
-
-    def _attend_both_parts(self, q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> AttentionOutput:
+    def shared(self, q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool = False) -> AttentionOutput:
         part, outputs = q.shape[2] // 2, []
         reaches = [(i + 1) * part for i in (self.rank, 2 * self.ranks - 1 - self.rank)]
         gathered = GatherKeys.apply(torch.stack([k, v]), self.group, *reaches)
         for queries, (keys, values), reach in zip(q.split(part, dim=2), gathered, reaches, strict=True):
             # Queries and keys end at the same position, as they do by default.
-            key = call.dropout_key
-            outputs.append(
-                self.inner(
-                    queries,
-                    keys,
-                    values,
-                    score=call.spec.score,
-                    layout=call.layout,
-                    scale=call.spec.scale,
-                    dropout_key=None if key is None else moved(key, first_query=reach - part),
-                    tensors=call.tensors,
-                    return_lse=return_lse,
-                )
-            )
+            of_call = call, call.spec.score, call.tensors, return_lse
+            outputs.append(self.call_inner(queries, keys, values, *of_call, first_query=reach - part))
         lse = torch.cat([o.lse for o in outputs if o.lse is not None], dim=2) if return_lse else None
         return AttentionOutput(torch.cat([o.out for o in outputs], dim=2), lse)
 

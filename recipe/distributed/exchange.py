@@ -12,8 +12,8 @@ two terms, which have only one order, and with `parallel.exact=false` all, unles
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,20 +29,25 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """Sums gradients: `add` is called after each micro-batch, `finish` once a step."""
 
+    norm: Norm
+
     def add(self) -> None:
-        """Add the gradients of a micro-batch, which are in `.grad`."""
+        """Add the gradients of a micro-batch, which are in `.grad`. Unless overridden, autograd does."""
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Put the sum over all micro-batches and ranks in `.grad` of the optimizer's parameters."""
 
     def finish(self) -> Tensor:
-        """Put the sum over all micro-batches and ranks in `.grad` of the optimizer's parameters.
+        """The same; returns the sum's norm over all of them, 0-dim."""
+        self.collect()
+        return self.norm()
 
-        Returns its norm over all of them, 0-dim.
-        """
 
-
-class AnyOrder:
+class AnyOrder(Exchange):
     """The sum in the order of autograd and the communication library: the tree's, if there are two terms."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
@@ -50,10 +55,7 @@ class AnyOrder:
         self.parameters, self.ranks = [p for p in parameters if p.requires_grad], ranks
         self.norm = Norm(parameters, exact=False)
 
-    def add(self) -> None:
-        """Nothing to do: autograd accumulates in `.grad`."""
-
-    def finish(self) -> Tensor:
+    def collect(self) -> None:
         if self.ranks > 1:
             # One launch for all, each where it is: one flat tensor would have to be filled first.
             with _coalescing_manager(async_ops=False):
@@ -61,41 +63,26 @@ class AnyOrder:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     dist.all_reduce(parameter.grad)
-        return self.norm()
 
 
-class TreeSum:
-    """The sum in the order of the module's docstring, without its norm."""
+class FixedTree(Exchange):
+    """The sum in the order of the module's docstring."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
         """ranks  number of ranks with different gradients, a power of two; 1: this process has all gradients"""
         self.flat, self.ranks = FlatGradients(parameters, ranks), ranks
-        self.carries = Counter()
+        self.carries, self.norm = Counter(), Norm(parameters)
 
     def add(self) -> None:
-        """Add the gradients of a micro-batch, which are in `.grad`."""
         mine = self.flat.take()
         self.carries.add(mine if self.ranks == 1 else add_shares(mine, mine.new_empty(mine.numel() // self.ranks)))
 
     def collect(self) -> None:
-        """Put the sum over all micro-batches and ranks in `.grad`."""
         total = self.carries.finish()
         if self.ranks > 1:
             share, total = total, total.new_empty(self.ranks * total.numel())
             all_gather(total, share)
         self.flat.give(total)
-
-
-class FixedTree(TreeSum):
-    """The sum in the order of the module's docstring."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
-        super().__init__(parameters, ranks)
-        self.norm = Norm(parameters)
-
-    def finish(self) -> Tensor:
-        self.collect()
-        return self.norm()
 
 
 class Counter:

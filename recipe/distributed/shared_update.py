@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from recipe.distributed.exchange import Counter, TreeSum, add_pairwise, all_gather, reduce_scatter
+from recipe.distributed.exchange import Counter, Exchange, FixedTree, add_pairwise, all_gather, reduce_scatter
 from recipe.distributed.norm import Norm, divides, local
 
 
@@ -111,18 +111,15 @@ class SharedAdamW(torch.optim.AdamW):
             work.wait()
 
 
-class SharedSum:
+class SharedSum(Exchange):
     """An exchange of gradients for SharedAdamW, in the order of autograd and the communication library: each rank
     receives the sums of the rows that it updates."""
 
     def __init__(self, optimizer: SharedAdamW) -> None:
         self.optimizer, self.norm = optimizer, Norm(list(optimizer.shards.values()), exact=False)
 
-    def add(self) -> None:
-        """Nothing to do: autograd accumulates in `.grad`."""
-
-    def finish(self) -> Tensor:
-        """Put the sums in `.grad` of the optimizer's parameters, and clear the model's. Returns their norm, 0-dim."""
+    def collect(self) -> None:
+        """Put the sums in `.grad` of the optimizer's parameters, and clear the model's."""
         divides, rows, part = self.optimizer.divides, self.optimizer.rows, self.optimizer.part
         gradients = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.optimizer.shards}
         with _coalescing_manager():
@@ -133,10 +130,9 @@ class SharedSum:
                 dist.all_reduce(gradients[p])
         for p, shard in self.optimizer.shards.items():
             shard.grad, p.grad = part(gradients[p], p), None
-        return self.norm()
 
 
-class SharedTree:
+class SharedTree(Exchange):
     """An exchange of gradients for SharedAdamW, in the order of exchange.py: each rank receives the sums of the rows
     that it updates, in fp32."""
 
@@ -146,7 +142,7 @@ class SharedTree:
         parts = [[p for p in divided if (p in optimizer.rounded) == rounded] for rounded in (True, False)]
         self.parts = [(part, Counter()) for part in parts if part]
         self.undivided = list(filterfalse(optimizer.divides, optimizer.shards))
-        self.rest = TreeSum(self.undivided, optimizer.ranks) if self.undivided else None
+        self.rest = FixedTree(self.undivided, optimizer.ranks) if self.undivided else None
 
     def add(self) -> None:
         """Add a micro-batch's gradients. One part of them travels while another is copied or added."""
@@ -167,8 +163,8 @@ class SharedTree:
         received = torch.empty_like(mine)
         return received.view(ranks, -1), dist.all_to_all_single(received, mine, async_op=True)
 
-    def finish(self) -> Tensor:
-        """Put the sums in `.grad` of the optimizer's parameters, and clear the model's. Returns their norm, 0-dim."""
+    def collect(self) -> None:
+        """Put the sums in `.grad` of the optimizer's parameters, and clear the model's."""
         optimizer = self.optimizer
         for part, sums in self.parts:
             shares = sums.finish().split([p.numel() // optimizer.ranks for p in part])
@@ -179,4 +175,3 @@ class SharedTree:
         for p in self.undivided:
             assert p.grad is not None
             optimizer.shards[p].grad, p.grad = optimizer.part(p.grad, p), None
-        return self.norm()

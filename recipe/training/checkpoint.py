@@ -98,8 +98,6 @@ def save_checkpoint(
     Raises CheckpointError if the disk is full or not writable. Earlier checkpoints stay untouched, and nothing
     half-written remains.
     """
-    if keep_last < 1:
-        raise CheckpointError(f"training.keep_last={keep_last} would keep no checkpoint; it must be at least 1.")
 
     def begin() -> Path:
         path = folder / f"step-{step:08d}"

@@ -31,6 +31,17 @@ def prepared(folder: Path, lines: list[Any], template: str | None = "llama3", **
     return prepare(DataConfig(name="chat", path=str(path), documents=Documents.restart, **files, **options))
 
 
+def by_template(folder: Path, lines: list[Any], source: str) -> tuple[PreparedData, Any]:
+    """The prepared conversations, and transformers' tokenizer, by the template of a file."""
+    theirs: Any = tokenizer()
+    theirs.save_pretrained(folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(source)
+    theirs.chat_template = source
+    path, model = write_lines(folder / "chats.jsonl", lines), str(folder / "model" / "tokenizer.json")
+    data = prepare(DataConfig("chat", str(path), model, cache=str(folder), documents=Documents.restart))
+    return data, theirs
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> PreparedData:
     return prepared(tmp_path_factory.mktemp("chat"), LINES)
@@ -140,15 +151,9 @@ def test_a_tokenizer_without_a_template_and_options_without_effect_are_refused(t
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
-    prepared(tmp_path, LINES)
     last_alone = "{% for m in messages %}{{ m['role'] }}{% if loop.last %}{{ m['content'] }}{% endif %}{% endfor %}"
-    (tmp_path / "model" / "chat_template.jinja").write_text(last_alone)
-    options: dict[str, Any] = {
-        "tokenizer": str(tmp_path / "model" / "tokenizer.json"),
-        "cache": str(tmp_path / "cache"),
-    }
     with pytest.raises(DataError, match=r"line 1 of .* in another way when more follow"):
-        prepare(DataConfig("chat", str(tmp_path / "chats.jsonl"), documents=Documents.restart, **options))
+        by_template(tmp_path, LINES, last_alone)
 
 
 def test_tools_reach_the_template_parts_are_joined_and_an_answer_of_weight_0_is_not_learned(tmp_path):
@@ -162,12 +167,7 @@ def test_tools_reach_the_template_parts_are_joined_and_an_answer_of_weight_0_is_
         *LINES,
     ]  # fmt: skip
     source = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATES["llama3"]
-    tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(source)
-    path, model = write_lines(tmp_path / "chats.jsonl", lines), str(tmp_path / "model" / "tokenizer.json")
-    data = prepare(DataConfig("chat", str(path), model, cache=str(tmp_path), documents=Documents.restart))
-    theirs: Any = tokenizer()
-    theirs.chat_template = source
+    data, theirs = by_template(tmp_path, lines, source)
     asked = {"return_dict": True, "return_assistant_tokens_mask": True}
     expected = [theirs.apply_chat_template(lines[0]["messages"], tools=tools, **asked)]
     expected.append(theirs.apply_chat_template(conversation("What is 1 + 2?", "Yes.")["messages"], **asked))
@@ -191,12 +191,7 @@ def test_an_answer_that_calls_a_tool_needs_no_content(tmp_path):
         "{% endgeneration %}{% else %}{{ m['content'] }};{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(source)
-    path, model = write_lines(tmp_path / "chats.jsonl", [line, *LINES]), str(tmp_path / "model" / "tokenizer.json")
-    data = prepare(DataConfig("chat", str(path), model, cache=str(tmp_path), documents=Documents.restart))
-    theirs: Any = tokenizer()
-    theirs.chat_template = source
+    data, theirs = by_template(tmp_path, [line, *LINES], source)
     right = theirs.apply_chat_template(line["messages"], return_dict=True, return_assistant_tokens_mask=True)
     stop = data.train.documents[1] - 1
     assert data.train.answers is not None

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import compare
-from data.batches import Batches, GlobalBatch
+from data.batches import Batches, GlobalBatch, MixedBatches
 from data.mistakes import data_mistakes
-from data.mixing import MixedBatches
 from data.options import DataConfig
 from recipe.run.metrics import read_metrics
 from tests.programs import train
@@ -44,9 +44,10 @@ def test_a_run_logs_the_loss_of_each_corpus_and_goes_on_where_it_stopped(here: P
         *("model.n_layers=1", "model.n_embd=16", "model.n_heads=2", "training.batch_size=6", "training.log_every=1"),
         *("training.eval_batches=2", "training.sample_tokens=0", "tracking=disabled", "schedule=constant"),
     ]
-    assert train(*small, "training.steps=4", "hydra.run.dir=runs/1") == 0
-    assert train(*small, "training.steps=2", "hydra.run.dir=runs/2") == 0
-    assert train("resume=runs/2", "training.steps=4") == 0
+    assert train(*small, "training.steps=4", "training.checkpoint_every=2", "hydra.run.dir=runs/1") == 0
+    shutil.copytree("runs/1", "runs/2", symlinks=True)
+    shutil.rmtree("runs/2/checkpoints/step-00000004")  # as if it had stopped before
+    assert train("resume=runs/2") == 0
     lines, again = (read_metrics(Path(run, "metrics.jsonl")) for run in ("runs/1", "runs/2"))
     assert [line["train/loss"] for line in again[1:]] == [line["train/loss"] for line in lines[1:]]
     a, b = (lines[-1][f"val/loss/{name}.txt"] for name in "ab")

@@ -24,6 +24,7 @@ from model.embedding import Lookup, lookup_gradient
 from model.gpt import GPT, Computation
 from model.mlps import gelu
 from model.options import GPTConfig, ModelError, Positions, Recompute
+from tests.parts import EVERYTHING
 
 SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
 KEY = DropoutKey(seed=1, step=2, layer=0, first_sequence=3)
@@ -60,6 +61,9 @@ def test_number_of_parameters_is_gpt2s():
     with torch.device("meta"):
         model = build(config, vocab_size=50257, seq_len=1024)
     assert num_parameters(model) == 124_439_808  # transformers' GPT2LMHeadModel("gpt2").num_parameters()
+    padding = 28 * (2 * 24 + 16)  # of embedding, head and a value embedding of two heads
+    everything = build(EVERYTHING)
+    assert num_parameters(everything) == sum(p.numel() for p in everything.parameters()) - padding
 
 
 def test_gradient_of_the_lookup_is_that_of_indexing():
@@ -198,7 +202,8 @@ def test_recomputing_around_attention_calls_the_kernel_once_and_changes_no_bit(w
     kernel, results, stored = Mock(wraps=op.run_forward), {}, {}
     monkeypatch.setattr(op, "run_forward", kernel)
     compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
-    for recompute, times in ((Recompute.none, 1), (Recompute.block, 2), (Recompute.around_attention, 1)):
+    calls = {Recompute.none: 1, Recompute.around_attention: 1} | ({Recompute.block: 2} if way == "eager" else {})
+    for recompute, times in calls.items():
         torch._dynamo.reset()
         model = build(config, attention_dropout=0.1, name="flash", computation=Computation(recompute))
         if way == "blocks compiled":  # as where ranks keep shards of the weights
@@ -207,11 +212,10 @@ def test_recomputing_around_attention_calls_the_kernel_once_and_changes_no_bit(w
         kernel.reset_mock()
         stored[recompute], results[recompute] = step(model, compiled(model) if way == "compiled" else model, B=1)
         assert kernel.call_count == times * config.n_layers
-    for other in (Recompute.block, Recompute.around_attention):
+    for other in calls:
         assert all(torch.equal(a, b) for a, b in zip(results[Recompute.none], results[other], strict=True))
     # Outside compiled code, these hooks do not see what selective checkpointing keeps.
-    more = stored[Recompute.around_attention] - stored[Recompute.block]
-    assert (0 < more < stored[Recompute.none] / 2) if way == "compiled" else more == 0
+    assert stored[Recompute.around_attention] < stored[Recompute.none] * (0.7 if way == "compiled" else 0.5)
 
 
 def test_recomputing_around_attention_is_refused_where_there_is_no_kernel():

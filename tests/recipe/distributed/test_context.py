@@ -23,7 +23,7 @@ from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
 from recipe.run.build import build_model
 from recipe.run.config import Config
-from tests.recipe.distributed.context_ranks import CASES, CPU, T, attend
+from tests.recipe.distributed.context_ranks import CASES, COMPILED, CPU, T, attend
 from tests.recipe.distributed.test_ranks import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -70,7 +70,7 @@ def test_ranks_that_share_a_sequence_attend_as_one(
 @pytest.mark.parametrize("by", ContextBy)
 def test_compiled_as_one_graph_it_gives_the_same(found: list[dict[str, Any]], by: ContextBy) -> None:
     for rank in found[:2]:
-        compiled, plain = rank[f"compiled by {by.value}"], rank[f"formula, 2 by {by.value}"]
+        compiled, plain = rank[f"compiled by {by.value}"], rank[f"{COMPILED[by]}, 2 by {by.value}"]
         assert all(torch.equal(compiled[name], plain[name]) for name in plain)
 
 

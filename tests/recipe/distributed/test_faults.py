@@ -90,7 +90,7 @@ def test_a_killed_rank_and_an_interrupted_one_lose_nothing(here: Path) -> None:
     shutil.copy(os.__file__, "text.txt")
     run, whole = Path("run"), Path("whole")
     whole.mkdir()
-    train(*OVERRIDES, "hydra.run.dir=whole")
+    train(*OVERRIDES, f"training.checkpoint_every={STEPS}", "hydra.run.dir=whole")
 
     command = [sys.executable, *TORCHRUN, str(ROOT / "train.py"), *OVERRIDES, "resume=auto", "hydra.run.dir=run"]
     with Path("said").open("wb") as said:
@@ -115,7 +115,7 @@ def test_a_killed_rank_and_an_interrupted_one_lose_nothing(here: Path) -> None:
     assert "resuming from" in text
     assert f"stopped by SIGTERM after step {summary['step']} of {STEPS}; resume=run goes on\n" in text
 
-    train("resume=auto", "hydra.run.dir=run")
+    train("resume=auto", f"training.checkpoint_every={STEPS}", "hydra.run.dir=run")
     losses = [
         [
             (line["step"], line.get("train/loss"), line.get("val/loss"))

@@ -39,8 +39,9 @@ def loss(model: GPT, dtype: torch.dtype) -> Tensor:
         return model.objective(model(tokens, targets, dropout_key=DropoutKey(1, 2, 0, first_sequence=0), further=after))
 
 
-@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.block])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("recompute", "dtype"), [(Recompute.none, torch.bfloat16), (Recompute.block, torch.float16)], ids=["none", "block"]
+)
 @pytest.mark.parametrize("name", ["gpt2", *PARTS, "forgetting"])
 def test_copies_have_the_losses_and_gradients_of_autocast(name: str, recompute: Recompute, dtype: torch.dtype) -> None:
     config = PARTS.get(name, GPTConfig(n_layers=2, n_heads=2, n_embd=32, bias=True))

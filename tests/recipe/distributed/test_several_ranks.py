@@ -23,7 +23,7 @@ from recipe.distributed.sharded_update import with_bits_of_wholes
 from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
 from recipe.run.metrics import read_metrics
-from tests.recipe.distributed.several_ranks import KINDS, PARALLEL, STEPS, local_tree, parallels
+from tests.recipe.distributed.several_ranks import KINDS, PARALLEL, local_tree, parallels
 from tests.recipe.distributed.test_ranks import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -87,7 +87,7 @@ def test_an_optimizer_that_derives_from_adamw_keeps_its_update() -> None:
 def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Found, kind: str) -> None:
     (alone,), (sizes, _) = found[1], KINDS[kind]
     expected = alone[f"exact, {kind}"]
-    assert len({loss for loss, _ in expected["updates"]}) == STEPS
+    assert len({loss for loss, _ in expected["updates"]}) == len(expected["updates"]) > 1
     for size in sizes[1:]:
         exact = [name for name in parallels(kind, size) if PARALLEL[name].exact and PARALLEL[name].context == 1]
         assert exact

@@ -39,7 +39,7 @@ from recipe.run.starting import with_start
 transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[3]
-VOCAB, T, SHAPES = 67, 14, 4
+VOCAB, T, SHAPES = 67, 14, 3
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 2.0},
@@ -223,7 +223,7 @@ def test_the_preset_of_nanochat_learns_as_the_model_of_transformers_does():
     heads, rounding = 4, Rounding()
     sizes = ["model.n_layers=2", f"model.n_heads={heads}", "model.n_embd=32", "seq_len=64", "device=cpu"]
     config = to_config(composed(["model=nanochat", *sizes]))
-    for seed in range(SHAPES):
+    for seed in range(4):
         model = build_model(config, VOCAB, torch.device("cpu"), torch.float32, World(), HuggingFace()).eval()
         torch.manual_seed(seed)
         with torch.no_grad():

@@ -97,24 +97,19 @@ def take(ours: SelfAttention, theirs: Any) -> None:
     ours.get_parameter("sinks").copy_(theirs.sinks)
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled"])
-def test_each_layers_attention_equals_that_of_transformers(name: str) -> None:
+def test_each_layers_attention_equals_that_of_transformers_and_needs_the_window_and_the_sinks() -> None:
     attentions, inputs, outputs = their_attentions()
-    model = built(name, SCORE)
-    for layer, (theirs, x, expected) in enumerate(zip(attentions, inputs, outputs, strict=True)):
-        take(attention_of(model, layer), theirs)
-        # Both have angles in fp32.
-        torch.testing.assert_close(attended(model, layer, x), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("score", [ScoreConfig(sinks=True), ScoreConfig("gpt_oss", WINDOW)], ids=["window", "sinks"])
-def test_without_the_window_or_the_sinks_it_differs(score: ScoreConfig) -> None:
-    """Else the comparison above would show nothing."""
-    attentions, inputs, outputs = their_attentions()
-    complete, model = built("naive", SCORE), built("naive", score)
-    take(attention_of(complete, 0), attentions[0])
-    attention_of(model, 0).load_state_dict(attention_of(complete, 0).state_dict(), strict=False)
-    assert (attended(model, 0, inputs[0]) - outputs[0]).abs().max() > 1e-2
+    for name in ("naive", "tiled"):
+        model = built(name, SCORE)
+        for layer, (theirs, x, expected) in enumerate(zip(attentions, inputs, outputs, strict=True)):
+            take(attention_of(model, layer), theirs)
+            # Both have angles in fp32.
+            torch.testing.assert_close(attended(model, layer, x), expected, rtol=1e-5, atol=1e-5)
+    weights = attention_of(model, 0).state_dict()
+    for score in (ScoreConfig(sinks=True), ScoreConfig("gpt_oss", WINDOW)):
+        without = built("naive", score)
+        attention_of(without, 0).load_state_dict(weights, strict=False)
+        assert (attended(without, 0, inputs[0]) - outputs[0]).abs().max() > 1e-2
 
 
 def test_a_folder_of_gpt_oss_is_refused_for_its_experts() -> None:

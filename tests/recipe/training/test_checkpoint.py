@@ -267,13 +267,21 @@ def test_a_file_that_cannot_be_written_is_one_clear_error_and_leaves_what_was_th
     assert is_state(load_checkpoint(newest_valid(folder)[0]), 300)
 
 
-def test_a_full_disk_says_to_free_some_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **options: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def test_a_full_disk_says_to_free_some_space_and_an_interrupt_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure: BaseException = KeyboardInterrupt()
+
+    def fail(*_: Any, **options: Any) -> None:
+        raise failure
 
     save(tmp_path / "checkpoints", 100, val_loss=2.0)
     save(tmp_path / "checkpoints", 200, val_loss=1.0)
-    monkeypatch.setattr(safetensors.torch, "save", full)
+    monkeypatch.setattr(safetensors.torch, "save", fail)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "checkpoints", 300)
+    assert_nothing_changed(tmp_path / "checkpoints")
+    failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(CheckpointError, match=r"No space left.*Free some space, and continue with resume="):
         save(tmp_path / "checkpoints", 300)
     assert_nothing_changed(tmp_path / "checkpoints")
@@ -305,20 +313,6 @@ def test_a_kill_and_then_a_failing_save_leave_the_checkpoint_that_was_being_repl
         save(tmp_path, 100)
     assert newest_valid(tmp_path) == (tmp_path / "step-00000100", [])
     assert names(tmp_path) == {"step-00000100"}
-
-
-def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 100)
-    save(tmp_path, 200, val_loss=1.0)
-
-    def interrupt(*_: Any, **options: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(safetensors.torch, "save", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            save(tmp_path, 300)
-    assert_nothing_changed(tmp_path)
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -375,8 +369,3 @@ def test_a_run_resumed_before_a_damaged_checkpoint_keeps_the_new_checkpoints(tmp
     save(tmp_path, 500, keep_last=1)
     assert newest_valid(tmp_path) == (tmp_path / "step-00000500", [])
     assert names(tmp_path) == {"step-00000500"}
-
-
-def test_keeping_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"training\.keep_last=0.*at least 1"):
-        save(tmp_path, 1, keep_last=0)
