@@ -19,10 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from attention.layout import Layout
 from attention.score import Score
-from model.attention import Attend, SelfAttention, Surroundings
+from model.attention import Attend, MixerLayer, SelfAttention, Surroundings
 from model.dropout import Mask, drop
 from model.fused_norm import added_and_normed, can_add_norm
-from model.mixer import MixerLayer
 from model.mlps import MLP
 from model.norms import build_norm
 from model.options import GPTConfig, NormPlace

@@ -21,8 +21,7 @@ from attention.interface import Attention, AttentionOutput
 from attention.layout import Layout
 from attention.score import Score
 from mixers.layers import MixerState, build_mixer
-from model.attention import Attend
-from model.mixer import Carry
+from model.attention import Attend, Carry
 from model.options import GPTConfig
 
 PAGE_SIZE = 64  # tokens

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from attention.score import Score, visible_pairs
+from model.attention import MixerLayer
 from model.gpt import GPT
-from model.mixer import MixerLayer
 
 
 def num_parameters(model: GPT) -> int:

@@ -23,7 +23,7 @@ from attention.dropout import DropoutKey
 from attention.interface import Attention, AttentionShape
 from attention.layout import Layout, documents
 from attention.score import Range, take_rows
-from model.attention import Attend, SelfAttention, labelled
+from model.attention import Attend, MixerLayer, SelfAttention, labelled
 from model.blocks import Block, Embedded, Masks, Pass, Stream, call
 from model.dropout import Mask, draw_masks, drop
 from model.embedding import lookup
@@ -32,7 +32,6 @@ from model.fused_norm import can_fuse_stream
 from model.linear import Linear, linear
 from model.loss import LossKind, capped, cross_entropy
 from model.mistakes import check_config, check_mixers
-from model.mixer import MixerLayer
 from model.mlps import MLP
 from model.norms import build_norm
 from model.options import GPTConfig, ModelError, Positions, Recompute

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from attention import Ablation, AttentionConfig
@@ -34,9 +33,8 @@ def test_without_the_maximum_exp_overflows_where_a_score_first_leaves_its_range(
     assert found["fp16"]["first_bad_tile"] < found["fp32"]["first_bad_tile"]  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("block", [16, 32])
-def test_without_rescaling_the_second_tile_is_finite_and_wrong(block: int):
-    for entry in ablated(Ablation.no_rescaling, block).values():
+def test_without_rescaling_the_second_tile_is_finite_and_wrong():
+    for entry in ablated(Ablation.no_rescaling).values():
         assert entry["first_bad_tile"] == (0, 1)
         assert not entry["non_finite"]
         assert entry["max_error"] > 1.0  # type: ignore[operator]
