@@ -35,7 +35,9 @@ def results_of(
         leaf.requires_grad_()
     with torch.set_grad_enabled(bool(leaves)):
         out, lse = call()
-    results = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
+    results: dict[str, Tensor | None] = {"out": out.detach()}
+    if lse is not None:
+        results["lse"] = lse.detach()
     if not leaves:
         return results
     with torch.autocast(out.device.type, enabled=False):  # training's backward pass is outside it too

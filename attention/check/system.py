@@ -47,8 +47,8 @@ def derivatives(session: Session) -> Line:
         inputs = draw(case, session.device)
         leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
 
-        def out(q: Tensor, k: Tensor, v: Tensor, case: Case = case) -> Tensor:
-            return subject(case, draw(case, session.device).changed(q=q, k=k, v=v))[0]
+        def out(*x: Tensor, case: Case = case) -> Tensor:
+            return subject(case, draw(case, session.device).changed(**dict(zip("qkv", x, strict=True))))[0]
 
         try:
             got = out(*leaves).detach()

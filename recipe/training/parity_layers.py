@@ -177,8 +177,8 @@ class Listener:
 
         do = called.gradient_of_out(self.layer)
         results = results_of(call, leaves if self.training else {}, do)
-        missing = {name: torch.full_like(leaves[name], math.nan) for name, x in results.items() if x is None}
-        values = {"q": q.detach(), "k": k.detach(), "v": v.detach(), "do": do} | results | missing
+        values = {"q": q.detach(), "k": k.detach(), "v": v.detach(), "do": do}
+        values |= {x: torch.full_like(leaves[x], math.nan) if y is None else y for x, y in results.items()}
         taken = Taken(f"{where}, {NAMES[q.dtype]}{how}", values, slice(0, len(q)), slice(0, k.shape[1]), problem)
         taken.needs, taken.tf32 = [name for name in results if name != "out"], self.attend.config.allow_tf32
         return taken.line(step=0)

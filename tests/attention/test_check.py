@@ -9,7 +9,7 @@ import random
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,25 @@ pytestmark = pytest.mark.usefixtures("registered")
 def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check's processes are forks of this one: they start sooner, and know what a test has replaced."""
     monkeypatch.setattr(workers, "get_context", lambda _: multiprocessing.get_context("fork"))
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes a check try these cases alone, and besides them the parts with these names."""
+
+    def choose(cases: list[Case] | dict[str, list[Case]], *names: str) -> None:
+        chosen = cases if isinstance(cases, dict) else {"lengths": cases}
+        monkeypatch.setattr(accuracy, "groups", lambda seed: chosen)
+        monkeypatch.setattr(parts, "PARTS", {name: parts.PARTS[name] for name in names})
+
+    return choose
+
+
+@pytest.fixture
+def one_worker() -> Iterator[workers.Workers]:
+    running = workers.Workers(1)
+    yield running
+    running.close()
 
 
 def session_of(subject: Subject, *dtypes: str) -> Session:
@@ -210,14 +229,14 @@ def test_results_of_another_form_end_the_check_in_a_sentence(
     assert not multiprocessing.active_children()
 
 
-def test_without_gradients_the_forward_alone_is_called_correct(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_without_gradients_the_forward_alone_is_called_correct(only, monkeypatch: pytest.MonkeyPatch, capsys):
     attend = build_attention(AttentionConfig("naive"))
 
     def detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v).out.detach()
 
     monkeypatch.setattr(sys.modules[__name__], "detached", detached, raising=False)
-    monkeypatch.setattr(accuracy, "groups", lambda seed: {"lengths": [Case(T=9, S=9)]})
+    only([Case(T=9, S=9)], "side effects")
     assert main([f"{__name__}:detached", "--dtypes", "fp32", "--device", "cpu"]) == 0
     assert "detached, which gives no gradients, is correct in all" in " ".join(capsys.readouterr().out.split())
 
@@ -375,11 +394,9 @@ def test_a_full_disk_ends_the_check_in_a_sentence(capsys):
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled for the GPU")
 def test_a_check_in_tritons_interpreter_has_the_bf16_of_a_gpu():
     bits = torch.randint(-(2**31), 2**31, (64, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    ties = (torch.arange(64, dtype=torch.int32) << 15) + 0x3F800000
-    x = torch.cat(
-        [bits, ties.expand(1, -1), torch.tensor([0.0, -0.0, torch.inf, torch.nan] * 16).view(1, -1).view(torch.int32)]
-    )
-    x = x.view(torch.float32)[-64:].contiguous()
+    bits[0] = (torch.arange(64) << 15) + 0x3F800000  # ties
+    x = bits.view(torch.float32)
+    x[1, :4] = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
     small = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     made = [torch.empty(64, 64, dtype=dtype) for dtype in (torch.bfloat16, torch.bfloat16, torch.float32)]
     with interpreting():
@@ -399,19 +416,14 @@ def ends_its_process_where_misaligned(q: Tensor, k: Tensor, v: Tensor, causal: b
     return plain(q, k, v, causal) * (1.001 if q.shape[2] == 9 else 1)
 
 
-def test_a_call_that_ends_its_process_is_a_failure_and_the_others_are_judged(monkeypatch: pytest.MonkeyPatch):
+def test_a_call_that_ends_its_process_is_a_failure_and_the_others_are_judged(only, one_worker):
     cases = {
         "lengths": [Case(T=9, S=9), Case(T=8, S=8)],
         "memory": [Case(), *(Case(T=n, S=n, memory="misaligned start") for n in (7, 8, 9))],
     }
-    monkeypatch.setattr(accuracy, "groups", lambda seed: cases)
-    monkeypatch.setattr(parts, "PARTS", {"side effects": parts.PARTS["side effects"]})
+    only(cases, "side effects")
     target = "tests.attention.test_check:ends_its_process_where_misaligned"
-    running = workers.Workers(1)
-    try:
-        report = check(find(target), dtypes=["fp32"], workers=running)
-    finally:
-        running.close()
+    report = check(find(target), dtypes=["fp32"], workers=one_worker)
     lengths, memory, side_effects = report.lines
     assert (lengths.status, lengths.calls, side_effects.status) == ("FAIL", 2, "ok")
     assert lengths.failures[0].case.T == 9
@@ -437,9 +449,8 @@ class EvenInFp32(NaiveAttention):
         return AttentionOutput(super().attend(q, k, v, call).out)
 
 
-def test_an_attention_is_asked_what_it_refuses_before_training(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(accuracy, "groups", lambda seed: {"lengths": [Case(T=8, S=8), Case(T=9, S=9)]})
-    monkeypatch.setattr(parts, "PARTS", {})
+def test_an_attention_is_asked_what_it_refuses_before_training(only):
+    only([Case(T=8, S=8), Case(T=9, S=9)])
     report = check(find("tests.attention.test_check:EvenInFp32"), dtypes=["fp32", "bf16"])
     (lengths,) = report.lines
     assert (lengths.status, lengths.calls) == ("ok", 1)
@@ -467,12 +478,11 @@ def ends_its_process_at_65(q: Tensor, k: Tensor, v: Tensor, causal: bool = True)
 
 
 @pytest.mark.parametrize(("name", "n"), [("even", 2), ("blocks_of_128", 128)])
-def test_an_attention_for_some_lengths_is_judged_at_those(name: str, n: int, monkeypatch: pytest.MonkeyPatch):
+def test_an_attention_for_some_lengths_is_judged_at_those(name: str, n: int, only):
     cases = {"lengths": [Case(T=128, S=128), Case(T=9, S=9)], "batch and heads": [Case(T=9, S=33), Case(T=31, S=31)]}
-    monkeypatch.setattr(accuracy, "groups", lambda seed: cases)
     behaviour = ("hidden keys", "NaN and infinity", "the same again", "alone and in a batch", "without gradients")
     chosen = (*behaviour, "side effects", "gradcheck")
-    monkeypatch.setattr(parts, "PARTS", {name: parts.PARTS[name] for name in chosen})
+    only(cases, *chosen)
     report = check(find(f"tests.attention.test_check:{name}"), dtypes=["fp32"])
     calls = {line.name: (line.status, line.calls) for line in report.lines}
     assert calls["lengths"] == ("ok", 1)
@@ -482,15 +492,10 @@ def test_an_attention_for_some_lengths_is_judged_at_those(name: str, n: int, mon
     assert f"Lengths that are no multiples of {n}: such calls were refused." in report.unseen
 
 
-def test_a_length_that_ends_the_process_is_judged_with_the_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(accuracy, "groups", lambda seed: {"lengths": [Case(T=64, S=64), Case(T=65, S=65)]})
-    monkeypatch.setattr(parts, "PARTS", {})
+def test_a_length_that_ends_the_process_is_judged_with_the_others(only, one_worker):
+    only([Case(T=64, S=64), Case(T=65, S=65)])
     target = "tests.attention.test_check:ends_its_process_at_65"
-    running = workers.Workers(1)
-    try:
-        (lengths,) = check(find(target), dtypes=["fp32"], workers=running).lines
-    finally:
-        running.close()
+    (lengths,) = check(find(target), dtypes=["fp32"], workers=one_worker).lines
     assert (lengths.status, lengths.calls) == ("FAIL", 2)
 
 
@@ -505,9 +510,8 @@ def reuses_its_output(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> T
     return BUFFERS.setdefault((*out.shape, out.dtype), torch.empty_like(out)).copy_(out)
 
 
-def test_an_output_that_the_next_call_overwrites_is_a_failure(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(accuracy, "groups", lambda seed: {"lengths": [Case(T=9, S=9)]})
-    monkeypatch.setattr(parts, "PARTS", {"side effects": parts.PARTS["side effects"]})
+def test_an_output_that_the_next_call_overwrites_is_a_failure(only):
+    only([Case(T=9, S=9)], "side effects")
     report = check(find("tests.attention.test_check:reuses_its_output"), dtypes=["fp32"])
     lengths, side_effects = report.lines
     assert (lengths.status, side_effects.status) == ("ok", "FAIL")
@@ -564,10 +568,10 @@ def unclaimed(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
 unclaimed.exact = False  # type: ignore[attr-defined]
 
 
-def test_attention_that_claims_nothing_is_judged_on_its_behaviour(monkeypatch: pytest.MonkeyPatch):
+def test_attention_that_claims_nothing_is_judged_on_its_behaviour(only):
     of_softmax = ("NaN and infinity", "without gradients", "autocast", "dropout")
     chosen = (*of_softmax, "hidden keys", "the same again", "alone and in a batch", "gradcheck")
-    monkeypatch.setattr(parts, "PARTS", {name: parts.PARTS[name] for name in (*chosen, "side effects", "compilation")})
+    only({}, *chosen, "side effects", "compilation")
     report = check(find(f"{__name__}:unclaimed"), dtypes=["fp32", "bf16"])
     status = {line.name: line.status for line in report.lines}
     assert {status.pop(name) for name in of_softmax} == {"skip"}
@@ -575,10 +579,9 @@ def test_attention_that_claims_nothing_is_judged_on_its_behaviour(monkeypatch: p
     assert "unclaimed, which does not claim to be softmax attention, is correct in all 6 checks" in report.headline()
 
 
-def test_another_function_is_compared_with_a_reference_and_its_failure_shown_at_the_first_wrong_row(monkeypatch):
+def test_another_function_is_compared_with_a_reference_and_its_failure_shown_at_the_first_wrong_row(only):
     lengths = [Case(T=n, S=n, D=8, causal=n % 3 > 0, H=2, H_kv=1) for n in (9, 40)]
-    monkeypatch.setattr(accuracy, "groups", lambda seed: {"lengths": lengths})
-    monkeypatch.setattr(parts, "PARTS", {})
+    only(lengths)
     for name, status in (("softpick_in_parts", "ok"), ("softpick_wrong_from_31", "FAIL"), ("plain", "FAIL")):
         subject = find(f"{__name__}:{name}")
         subject.reference = find(f"{__name__}:softpick")
@@ -708,14 +711,12 @@ def test_correct_attention_is_not_accused(name: str):
         assert {CHECKS[line](session).status for line in ("some gradients", "autocast")} == {"ok"}
 
 
-def test_an_attention_without_grouped_heads_is_checked_in_all_else(monkeypatch: pytest.MonkeyPatch):
+def test_an_attention_without_grouped_heads_is_checked_in_all_else(only):
     def attend(q, k, v, causal=True, scale=None):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
     subject = Subject("attend", "", "attend", attend, "plain", frozenset({"causal", "scale", "grouped", "top_left"}))
-    monkeypatch.setattr(accuracy, "groups", lambda seed: {"lengths": [Case(T=9, S=9)]})
+    only([Case(T=9, S=9)], "hidden keys", "NaN and infinity", "alone and in a batch", "side effects", "gradcheck")
     report = check(subject, dtypes=["fp32"])
-    status = {line.name: line.status for line in report.lines}
-    judged = ("hidden keys", "NaN and infinity", "the same again", "alone and in a batch", "side effects", "gradcheck")
-    assert {name: status[name] for name in judged} == dict.fromkeys(judged, "ok")
+    assert {line.status for line in report.lines} == {"ok"}
     assert "Fewer key/value heads than query heads: such a call was refused." in report.unseen
