@@ -82,14 +82,10 @@ class Report:
 
 def where(device: torch.device) -> str:
     """torch's version and the device, for a report."""
-    return f"torch {torch.__version__}, {name_of(device)}"
-
-
-def name_of(device: torch.device) -> str:
-    """The device in words."""
+    name = f"{platform.machine()} CPU with {torch.get_num_threads()} threads"
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU with {torch.get_num_threads()} threads"
+        name = torch.cuda.get_device_name(device)
+    return f"torch {torch.__version__}, {name}"
 
 
 def text(report: Report) -> str:
