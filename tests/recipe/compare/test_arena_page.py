@@ -17,7 +17,7 @@ from recipe.compare.page import Report
 from recipe.compare.runs import find_runs
 from recipe.errors import UserError
 from recipe.run.plan import read_plan
-from tests.recipe.compare.synthetic_arena import write_arena
+from tests.recipe.compare.synthetic_arena import losses_of, write_arena
 from tests.recipe.compare.test_arena_results import DIVERGED
 from tests.recipe.compare.test_page import needs_browser, open_in_browser
 
@@ -104,36 +104,27 @@ def test_an_undecided_arm_comes_with_the_command_that_adds_its_seeds(tmp_path: P
     )
 
 
-def test_when_the_looks_are_used_up_the_way_on_is_other_seeds(tmp_path: Path) -> None:
-    folder = write_arena(tmp_path / "s", {"base": 0.0, "near": -0.011}, deviation=0.012, looks=1)
-    title, command = go_on(arena_of(folder), folder) or ("", "")
+def test_when_the_looks_are_used_up_the_way_on_is_other_seeds_and_more_are_warned_of(tmp_path: Path) -> None:
+    effects = {"base": 0.0, "near": -0.011}
+    arena = arena_of(write_arena(tmp_path / "s", effects, deviation=0.012))
+    title, command = go_on(arena, tmp_path) or ("", "")
     assert title.startswith("The planned looks are used up; start anew with")
     assert command.endswith(" arena.rules.first_seed=7 arena.rules.looks=1")
-
-
-def test_more_looks_than_planned_are_warned_of(tmp_path: Path) -> None:
-    often = arena_of(write_arena(tmp_path / "s", {"base": 0.0, "arm": -0.1}, looked=(3, 6)))
-    (warning,) = added_too_often(often.plan)
+    assert added_too_often(arena.plan) == []
+    (warning,) = added_too_often(arena_of(write_arena(tmp_path / "t", effects, looked=(3, 6))).plan)
     assert warning.startswith("Seeds were added 1 times, and the plan had 1 looks")
-    assert added_too_often(arena_of(write_arena(tmp_path / "t", {"base": 0.0, "arm": -0.1})).plan) == []
 
 
 def test_a_seed_far_from_the_others_is_warned_of(tmp_path: Path) -> None:
-    folder = write_arena(tmp_path, {"base": 0.0, "even": -0.01, "late": -0.01})
-    assert skewed(arena_of(folder)) == []
-    path = folder / "5" / "summary.json"  # the second seed of the third arm
-    summary = json.loads(path.read_text())
-    path.write_text(json.dumps(summary | {"val_loss": summary["val_loss"] + 0.5}))
-    (warning,) = skewed(arena_of(folder))
+    far = {("late", 2): {"val_loss": 3.0}}
+    (warning,) = skewed(arena_of(write_arena(tmp_path, {"base": 0.0, "even": -0.01, "late": -0.01}, changes=far)))
     assert warning.startswith("late differs with seed 2 by +0.4")
 
 
 def test_a_seed_far_from_the_others_by_rounding_alone_is_not_warned_of(tmp_path: Path) -> None:
     """Neither where the verdict is *equivalent*, nor where a seed is missing."""
-    folder = write_arena(tmp_path, {"base": 0.0, "noop": 0.0, "other": 0.0}, deviation=0.0, seeds=4)
-    path = folder / "7" / "summary.json"  # the third seed of the second arm
-    summary = json.loads(path.read_text())
-    path.write_text(json.dumps(summary | {"val_loss": summary["val_loss"] + 5e-08}))
+    rounded = {("noop", 3): {"val_loss": losses_of(3, 0.0, 0.0, "noop") + 5e-08}}
+    folder = write_arena(tmp_path, {"base": 0.0, "noop": 0.0, "other": 0.0}, deviation=0.0, seeds=4, changes=rounded)
     for missing, verdict in ((None, "equivalent"), (folder / "10", "undecided")):
         if missing:
             (missing / "summary.json").unlink()

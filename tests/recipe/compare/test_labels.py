@@ -88,19 +88,32 @@ def test_every_label_of_a_random_sweep_is_true_of_its_runs(
             assert_true(", ".join(cell.where), cell.runs)
 
 
-def where_of(folder: Path) -> dict[str, tuple[str, ...]]:
-    """The label of each cell, by the name of its first run."""
-    (sweep,) = sweeps_of(find_runs([folder]).runs)
-    return {cell.runs[0].name: cell.where for cell in sweep.cells}
-
-
-def test_a_score_that_has_a_window_is_not_called_causal(tmp_path: Path) -> None:
-    for name in ("causal", "window"):
-        write_run(tmp_path / name, overrides={"score.name": name, "score.window": 16})
-    assert where_of(tmp_path) == {
-        "causal": ("score=causal", "score.window=16"),
-        "window": ("score=window", "score.window=16"),
-    }
+@pytest.mark.parametrize(
+    "swept",
+    [
+        {  # a score that has a window is not called causal
+            ("score=causal", "score.window=16"): {"score.name": "causal", "score.window": 16},
+            ("score=window", "score.window=16"): {"score.name": "window", "score.window": 16},
+        },
+        {  # a file of conf/ stands for the settings of its group
+            ("model=tiny", "optimizer.lr=0.003"): {"model.name": "tiny", "model.n_embd": 128, "optimizer.lr": 3e-3},
+            ("model=gpt2", "optimizer.lr=0.0006"): {"model.name": "gpt2", "model.n_embd": 768, "optimizer.lr": 6e-4},
+        },
+        {  # a value that most settings share is left out
+            ("optimizer.lr=0.0006", "training.steps=400"): {},
+            ("optimizer.lr=0.003",): {"optimizer.lr": 3e-3},
+            ("optimizer.lr=0.01",): {"optimizer.lr": 1e-2},
+            ("training.steps=500",): {"training.steps": 500},
+        },
+    ],
+)
+def test_a_label_says_what_distinguishes_a_setting(
+    swept: dict[tuple[str, ...], dict[str, Any]], tmp_path: Path
+) -> None:
+    for n, overrides in enumerate(swept.values()):
+        write_run(tmp_path / str(n), overrides=overrides)
+    (sweep,) = sweeps_of(find_runs([tmp_path]).runs)
+    assert [cell.where for cell in sorted(sweep.cells, key=lambda cell: cell.runs[0].name)] == list(swept)
 
 
 def test_the_subtitle_names_a_window_and_a_formula(tmp_path: Path) -> None:
@@ -109,27 +122,6 @@ def test_the_subtitle_names_a_window_and_a_formula(tmp_path: Path) -> None:
         write_run(tmp_path / name, overrides=overrides)
     runs = find_runs([tmp_path]).runs
     assert " · score causal, causal (window=16), causal (formula=s * log(n)) · " in subtitle(runs)
-
-
-def test_a_file_of_conf_stands_for_the_settings_of_its_group(tmp_path: Path) -> None:
-    for name, width, lr in (("tiny", 128, 3e-3), ("gpt2", 768, 6e-4)):
-        write_run(tmp_path / name, overrides={"model.name": name, "model.n_embd": width, "optimizer.lr": lr})
-    assert where_of(tmp_path) == {
-        "tiny": ("model=tiny", "optimizer.lr=0.003"),
-        "gpt2": ("model=gpt2", "optimizer.lr=0.0006"),
-    }
-
-
-def test_a_value_that_most_settings_share_is_left_out(tmp_path: Path) -> None:
-    swept: list[dict[str, Any]] = [{}, {"optimizer.lr": 3e-3}, {"optimizer.lr": 1e-2}, {"training.steps": 500}]
-    for n, overrides in enumerate(swept):
-        write_run(tmp_path / str(n), overrides=overrides)
-    assert where_of(tmp_path) == {
-        "0": ("optimizer.lr=0.0006", "training.steps=400"),
-        "1": ("optimizer.lr=0.003",),
-        "2": ("optimizer.lr=0.01",),
-        "3": ("training.steps=500",),
-    }
 
 
 def test_a_setting_with_dollars_is_drawn_as_it_is(tmp_path: Path) -> None:
