@@ -31,6 +31,7 @@ from tests.recipe.infer.from_scratch import expected
 
 TOKENIZER = bytes_tokenizer()
 MODEL = GPTConfig(n_layers=1, n_heads=2, n_embd=32)
+SAMPLED = ["temperature=0.5", "top_k=20", "seed=3"]
 
 
 def fresh(seed: int) -> GPT:
@@ -65,7 +66,7 @@ def continuation(step: int, prompt: list[int], tokens: int) -> str:
 
 @pytest.mark.parametrize("checkpoint", ["best", "newest"])
 def test_prompt_and_continuation_come_from_the_chosen_checkpoint(run, capsys, checkpoint):
-    arguments = ["prompt=def ", "tokens=40", "temperature=0.5", "top_k=20", "seed=3", f"checkpoint={checkpoint}"]
+    arguments = ["prompt=def ", "tokens=40", *SAMPLED, f"checkpoint={checkpoint}"]
     main([f"run={run}", "device=cpu", *arguments])
     step = {"best": 5, "newest": 9}[checkpoint]
     assert capsys.readouterr().out == "def " + continuation(step, list(b"def "), 40) + "\n"
@@ -83,7 +84,7 @@ def test_a_damaged_best_checkpoint_is_named_and_the_newest_taken(run, capsys, na
     with damaged.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")
-    main([f"run={run}", "prompt=a", "tokens=5", "temperature=0.5", "top_k=20", "seed=3"])
+    main([f"run={run}", "prompt=a", "tokens=5", *SAMPLED])
     captured = capsys.readouterr()
     assert captured.out == "a" + continuation(9, list(b"a"), 5) + "\n"
     assert "step-00000005" in captured.err
@@ -114,7 +115,7 @@ def test_damage_to_every_checkpoint_is_reported_once(run, capsys):
 
 @pytest.mark.parametrize("attention", ["flex", "sdpa"])
 def test_an_attention_that_reads_no_cache_is_named_and_leaves_decoding_to_another(run, capsys, attention):
-    main([f"run={run}", "prompt=def ", "tokens=9", "temperature=0.5", "top_k=20", "seed=3", f"attention={attention}"])
+    main([f"run={run}", "prompt=def ", "tokens=9", *SAMPLED, f"attention={attention}"])
     captured = capsys.readouterr()
     assert captured.out == "def " + continuation(5, list(b"def "), 9) + "\n"
     assert f"attention={attention} cannot decode; attention=naive does it instead." in captured.err
@@ -137,7 +138,7 @@ def test_an_attention_of_another_function_samples_each_token_from_all_those_befo
         found = expected(model, prompt, [*found, 0], temperature=0.5, top_k=20, seed=3)
     text = bytes(token for token in found if token != 256).decode("utf-8", errors="replace")
     assert text != exact
-    main([f"run={own_attention}", "prompt=def ", "tokens=20", "temperature=0.5", "top_k=20", "seed=3", "device=cpu"])
+    main([f"run={own_attention}", "prompt=def ", "tokens=20", *SAMPLED, "device=cpu"])
     captured = capsys.readouterr()
     assert captured.out == "def " + text + "\n"
     assert "reads no cache, so each token is computed from all those before it" in captured.err
@@ -176,14 +177,14 @@ def test_the_prompt_alone_is_computed_in_8_bits(run, capsys, monkeypatch):
 
 
 def test_an_empty_prompt_begins_a_text(run, capsys):
-    main([f"run={run}", "tokens=10", "temperature=0.5", "top_k=20", "seed=3"])
+    main([f"run={run}", "tokens=10", *SAMPLED])
     assert capsys.readouterr().out == continuation(5, [TOKENIZER.eot_token], 10) + "\n"
 
 
 def test_the_stop_text_ends_the_continuation(run, capsys):
     whole = continuation(5, list(b"def "), 40)
     stop = whole[5:7]
-    main([f"run={run}", "prompt=def ", "tokens=40", "temperature=0.5", "top_k=20", "seed=3", f"stop={stop}"])
+    main([f"run={run}", "prompt=def ", "tokens=40", *SAMPLED, f"stop={stop}"])
     assert capsys.readouterr().out == "def " + whole[: whole.index(stop)] + "\n"
 
 
@@ -192,7 +193,7 @@ def test_a_text_of_many_depends_on_its_prompt_and_number_alone(run, tmp_path, ca
     lines = [json.dumps({"prompt": prompt, "id": 7}) for prompt in prompts]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     files = [f"prompts={tmp_path / 'prompts.jsonl'}", f"out={tmp_path / 'texts.jsonl'}"]
-    main([f"run={run}", *files, "batch=2", "tokens=12", "temperature=0.5", "top_k=20", "seed=3"])
+    main([f"run={run}", *files, "batch=2", "tokens=12", *SAMPLED])
     found = [json.loads(line) for line in (tmp_path / "texts.jsonl").open()]
     assert sorted(line["index"] for line in found) == list(range(5))
     for line in found:
@@ -211,9 +212,6 @@ def test_a_text_of_many_depends_on_its_prompt_and_number_alone(run, tmp_path, ca
         main([f"run={run}", f"prompts={tmp_path / 'beside.txt'}", "batch=5", "tokens=12", *SAMPLED])
         again = [json.loads(text) for text in capsys.readouterr().out.removesuffix("\n").split("\n")]
         assert [text["text"] for text in again if text["index"] == line["index"]] == [line["text"]]
-
-
-SAMPLED = ["temperature=0.5", "top_k=20", "seed=3"]
 
 
 def test_equal_prompts_of_a_file_get_different_texts(run, tmp_path, capsys):

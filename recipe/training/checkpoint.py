@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.atomic import sync, to_disk
+from data.atomic import to_disk
 from data.untrusted import read_json
 from recipe.distributed.ranks import from_every_rank, from_first_rank, rank
 from recipe.errors import UserError
@@ -125,7 +125,7 @@ def save_checkpoint(
             _write_manifest(partial, {"step": step, "metadata": plain(metadata), "files": files})
             if path in best_checkpoint(folder)[1]:  # its weights may be intact
                 path.rename(tempfile.mkdtemp(prefix=f"unreadable-{path.name}-", dir=folder))
-            publish(partial, path)
+            publish(partial, path, PARTS)
             _link_best(path.parent)
             _prune(path.parent, step, keep_last)
 
@@ -245,12 +245,10 @@ def _sha256_once(file: Path) -> str:
 
 
 def _write_manifest(partial: Path, content: dict[str, Any]) -> None:
-    """Complete the checkpoint in `partial`, and bring its folders to the disk."""
+    """Complete the checkpoint in `partial`."""
     with (partial / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(to_json({"format": FORMAT, **content, "digest": _digest(content)}, indent=2))
         to_disk(file)
-    for folder in (*(partial / part for part in PARTS), partial):
-        sync(folder)
 
 
 def _link_best(folder: Path) -> None:

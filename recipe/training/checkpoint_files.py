@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,8 +33,11 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f"{PARTIAL}{path.name}")
 
 
-def publish(partial: Path, path: Path) -> None:
-    """Give the finished folder its name. Where the name is taken, the old checkpoint stays findable throughout."""
+def publish(partial: Path, path: Path, parts: Sequence[str]) -> None:
+    """Bring the finished folder and its parts to the disk, and give it its name. Where the name is taken, the old
+    checkpoint stays findable throughout."""
+    for folder in (*(partial / part for part in parts), partial):
+        sync(folder)
     aside = path.with_name(f"{REPLACED}{path.name}")
     if path.exists():
         path.rename(aside)
