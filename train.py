@@ -40,7 +40,7 @@ from recipe.run.config import Config, as_plain
 from recipe.run.describe import describe_complete, describe_end
 from recipe.run.launch import launch
 from recipe.run.resume import check_unused, find_checkpoint
-from recipe.run.run_folder import locked
+from recipe.run.run_folder import full_disk_explained, locked
 from recipe.run.wording import one_sentence
 from recipe.training.device import computing_with, resolve_device
 from recipe.training.loop import fit
@@ -54,7 +54,8 @@ def main(cfg: DictConfig) -> None:
     job, config = HydraConfig.get(), to_config(cfg)
     folder = Path(os.path.relpath(job.runtime.output_dir))
     first = World.from_environment().rank == 0
-    with one_sentence(), locked(folder) if first else nullcontext():
+    again = f"hydra.run.dir={folder} resume=auto"
+    with one_sentence(), full_disk_explained(folder, again), locked(folder) if first else nullcontext():
         if first:
             check_unused(folder, config)  # another run may have begun since the command line was checked
         given: Any = OmegaConf.to_container(job.overrides.task, resolve=False)

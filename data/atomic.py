@@ -22,12 +22,12 @@ def to_disk(file: IO[Any]) -> None:
     os.fsync(file.fileno())
 
 
-def write_atomically(path: Path, content: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` with `content` in one step. Raises OSError with the old content untouched."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(content)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             to_disk(file)
         temporary.replace(path)
     except BaseException:

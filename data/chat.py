@@ -29,6 +29,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from data.atomic import write_atomically
 from data.errors import DataError, brief
 from data.files import Row, Span, numbered_rows
 from data.own_tokenizer import OwnTokenizer
@@ -105,7 +106,7 @@ class ChatTemplate:
 
     def save(self, folder: Path) -> None:
         """Write the template to a run's folder."""
-        (folder / FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        write_atomically(folder / FILE, json.dumps(asdict(self)))
 
 
 def load_template(run: Path) -> ChatTemplate | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.atomic import write_atomically
 from data.untrusted import UntrustedError, read_end, read_json
 from recipe.errors import UserError
 from recipe.run.removed import as_today
@@ -119,7 +120,7 @@ def write_manifest(folder: Path, jobs: Sequence[Job]) -> None:
     names = {str(number): name for number, name in names_of(jobs).items()}
     content = {"jobs": [list(job.overrides) for job in jobs], "names": names}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
+    write_atomically(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

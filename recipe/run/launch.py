@@ -40,7 +40,7 @@ from recipe.run.jobs import Job
 from recipe.run.mistakes import mistakes
 from recipe.run.queue import Queue
 from recipe.run.resume import check_folder, check_writable, resumed
-from recipe.run.run_folder import check_not_running
+from recipe.run.run_folder import check_not_running, full_disk_explained
 from recipe.run.starting import Weights, with_start
 from recipe.run.wording import explain, one_sentence
 
@@ -139,9 +139,13 @@ def sweep(cfg: DictConfig, overrides: list[str], weights: Weights | None) -> Cal
         for sentence in idle(formula, sinks):
             print(f"score.formula={formula}: {sentence}")
     queue = Queue(cfg)
-    if plan is None:
-        return partial(queue.run, queued)
-    return partial(run_arena, plan, queue)
+    start = partial(queue.run, queued) if plan is None else partial(run_arena, plan, queue)
+
+    def explained(train: Any) -> None:
+        with full_disk_explained(folder, f"hydra.sweep.dir={folder}"):
+            start(train)
+
+    return explained
 
 
 def checked_jobs(overrides: list[str], folder: Path, of_run: Callable[[Config], Iterable[str]]) -> list[Job]:

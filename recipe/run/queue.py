@@ -34,6 +34,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
+from data.atomic import write_atomically
 from recipe import CONF
 from recipe.run.compose import quoted
 from recipe.run.jobs import CONSOLE, Job, SweepError, names_of, share_checkout, without, write_manifest
@@ -188,7 +189,7 @@ class Queue:
             job.check_folder()
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder):
-            OmegaConf.save(self.cfg, self.folder / "multirun.yaml")
+            write_atomically(self.folder / "multirun.yaml", OmegaConf.to_yaml(self.cfg))
             if self.by_hydra:
                 self.submit(jobs, train)
                 return

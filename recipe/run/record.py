@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 
 from attention import AttentionShape
 from attention.from_file import digest_of, file_of, is_in_file
+from data.atomic import write_atomically
 from model.counting import num_parameters
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
@@ -78,7 +78,7 @@ class Record(NullRecord):
             (folder / "metrics.jsonl").unlink(missing_ok=True)
         name, self.attention_file = origin.config["attention"]["name"], None
         if is_in_file(name):  # its copy is to read; nothing imports it
-            shutil.copyfile(file_of(name), folder / file_of(name).name)
+            write_atomically(folder / file_of(name).name, file_of(name).read_bytes())
             self.attention_file = digest_of(file_of(name))
         # Written before metrics.jsonl, because a sweep only continues a run with recorded overrides.
         write_recorded(folder, origin.config, origin.overrides)

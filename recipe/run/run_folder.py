@@ -11,6 +11,7 @@ The folder may come from a stranger: it is read as data, in bounded time and mem
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,20 @@ def read_overrides(folder: Path) -> list[str]:
 def read_summary(folder: Path) -> dict[str, Any]:
     """The content of summary.json. Raises OSError, UntrustedError."""
     return _mapping(read_json(folder / SUMMARY))
+
+
+@contextlib.contextmanager
+def full_disk_explained(folder: Path, again: str) -> Iterator[None]:
+    """Within the block, a full disk is a UserError that names `folder` and the overrides that go on in it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise UserError(
+            f"{folder} could not be written ({error.strerror}); free some space there, and repeat the command with "
+            f"{again}."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -94,9 +94,7 @@ def draw_loss_curve(records: list[dict[str, Any]], path: Path, title: str) -> No
             axes.annotate(f"{loss:.4f}", (step, loss), **lowest)
         finish_steps(figure, axes, f"{title}: loss in nats per token")
 
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_bytes(render_png(Chart("loss", title, "", draw)))
-    temporary.replace(path)
+    write_atomically(path, render_png(Chart("loss", title, "", draw)))
 
 
 def _series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

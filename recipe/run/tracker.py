@@ -172,7 +172,8 @@ class Tracker:
             draw_loss_curve(read_metrics(self.metrics.path), self.run_folder / "loss.png", self.name)
         except OSError as error:
             raise TrackingError(
-                f"{self.run_folder} could not be written ({error.strerror}); free some space."
+                f"{self.run_folder} could not be written ({error.strerror}); free some space there, and repeat the "
+                f"command with hydra.run.dir={self.run_folder} resume=auto."
             ) from error
         if self.wandb is not None:
             self.wandb.end(True, SECONDS_TO_FINISH[self.config.mode.value])

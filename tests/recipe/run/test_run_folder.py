@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
@@ -70,6 +72,31 @@ def test_a_run_that_is_refused_once_its_text_is_read_leaves_no_folder(
     assert train(*SMALL, "seq_len=100000", *name) == 1
     assert "lower seq_len" in capsys.readouterr().err
     assert contents(folder) == before
+
+
+def test_a_full_disk_ends_in_a_sentence_with_the_way_on_and_leaves_no_half_of_a_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, again, files in (
+        ([*SMALL, "training.steps=1"], "hydra.run.dir=new resume=auto", ["tokenizer.json", "config.yaml"]),
+        (["-m", *SMALL, "seed=1,2"], "hydra.sweep.dir=new", ["multirun.yaml", "sweep.json"]),
+        (["experiment=arena", *SMALL], "hydra.sweep.dir=new", ["arena.json"]),
+    ):
+        for name in files:
+
+            def to_disk(file: IO[Any], name: str = name) -> None:
+                if name in file.name:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+
+            monkeypatch.setattr("data.atomic.to_disk", to_disk)
+            assert train(*command, again.split()[0]) == 1
+            said = "error: new could not be written (No space left on device); free some space there, and repeat the "
+            assert capsys.readouterr().err == f"{said}command with {again}.\n"
+            assert [path for path in Path("new").rglob("*") if name in path.name] == []
+        monkeypatch.setattr("data.atomic.to_disk", lambda file: file.flush())
+        if "-m" not in command and "experiment=arena" not in command:
+            assert train(*command, *again.split()) == 0
+        shutil.rmtree("new")
 
 
 def sweep_folder(folder: Path) -> None:
