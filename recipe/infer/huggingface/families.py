@@ -48,7 +48,7 @@ BOTH: Names = AFTER | {"ln_1": "input_layernorm", "ln_2": "pre_feedforward_layer
 PLAIN_MLP: Names = {"mlp.c_fc": "mlp.c_fc", "mlp.c_proj": "mlp.c_proj"}
 GPT2_NAMES: Names = {
     **{name: f"transformer.{name}" for name in ("wte", "wpe", "h", "ln_f")},
-    **{name: name for name in ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
+    **{name: name for name in ("lm_head", "ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
 }
 
 
@@ -112,18 +112,18 @@ FAMILIES = {
                 "mlp_width": "n_inner",
                 "vocab_size": "vocab_size",
                 "norm_eps": "layer_norm_epsilon",
+                "tied": "tie_word_embeddings",
             },
             {"bias": True},
             {
                 "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
                 "scale_attn_weights": (True,),
                 "scale_attn_by_inverse_layer_idx": (False,),
-                "tie_word_embeddings": (True,),
                 "add_cross_attention": (False,),
             },
             {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "layer_norm_epsilon": 1e-5}
-            | {"n_positions": 1024},
-            zeros=re.compile(r""),
+            | {"n_positions": 1024, "tie_word_embeddings": True},
+            zeros=re.compile(r"^(?!lm_head)"),
             transposed=True,
         ),
         LLAMA,

@@ -29,9 +29,9 @@ from model.score import layer_scores
 from recipe.files import plain
 from recipe.infer.huggingface.families import Family
 from recipe.infer.huggingface.settings import (
-    CHECKPOINT,
     Settings,
     WeightsError,
+    checkpoint_in,
     essence,
     nanogpt_settings,
     read_checkpoint,
@@ -48,9 +48,9 @@ NOT_WEIGHTS = re.compile(r"(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq|^lm_he
 def find(source: str, download: Callable[..., str] = snapshot_download) -> Path:
     """The folder `source`, or the folder to which `download` brought its files from the hub. Raises WeightsError."""
     path = Path(source).expanduser()
-    if path.is_dir() and not (path / "config.json").exists() and (path / CHECKPOINT).is_file():
-        return path / CHECKPOINT
-    if path.is_dir() or path.suffix == ".pt":
+    if path.is_dir():
+        return path if (path / "config.json").exists() else checkpoint_in(path) or path
+    if path.suffix == ".pt":
         return path
     try:
         return Path(download(source, allow_patterns=FILES))

@@ -18,6 +18,7 @@ from model.options import Activation, AttentionBias, GPTConfig, ModelError, Posi
 from model.positions import FAST, SLOW
 from model.score import ScoreConfig
 from recipe.infer.huggingface.families import FAMILIES, Family
+from recipe.wording import listed
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Options of a scaling and their keys; without a key for the original length, another key gives it.
@@ -28,7 +29,7 @@ SCALING = {
     Scaling.yarn: {"factor": "factor", "original": "original_max_position_embeddings"}
     | {"fast": "beta_fast", "slow": "beta_slow", "truncate": "truncate", "attention_factor": "attention_factor"},
 }
-CHECKPOINT = "ckpt.pt"  # of nanoGPT
+CHECKPOINTS = ("ckpt.pt", "model_[0-9]*.pt")  # of nanoGPT, and of nanochat
 NANOGPT_SIZES = {"n_layers": "n_layer", "n_heads": "n_head", "n_embd": "n_embd", "vocab_size": "vocab_size"}
 WAY_OUT = "load it in the library that wrote it, and name the folder that transformers' save_pretrained writes."
 
@@ -123,8 +124,11 @@ def rotary(content: dict[str, Any], longest: int, source: str) -> dict[str, Any]
         scaling.setdefault("original", longest)
     if kinds[kind] is Scaling.yarn and "factor" in rope:
         scaling.setdefault("factor", longest / scaling["original"])  # as transformers takes null
-    if keys and "factor" not in scaling:
-        raise WeightsError(f"init_from={source} has rope_type={kind} without a factor; write it into config.json.")
+    required = ["factor", *(["slow", "fast"] if kinds[kind] is Scaling.llama3 else [])]  # by transformers
+    if keys and (absent := [keys[option] for option in required if option not in scaling]):
+        raise WeightsError(
+            f"init_from={source} has rope_type={kind} without {listed(absent)}; write it into config.json."
+        )
     return {
         "rope_base": positive(content | rope, "rope_theta", 10_000.0, source),
         "rope_fraction": positive(content | rope, "partial_rotary_factor", 1.0, source),
@@ -203,6 +207,11 @@ def essence(model: GPTConfig, scores: Sequence[Score], vocab_size: int) -> dict[
     values |= {"rope_scaling": scaling, "rope_fraction": model.rotated}
     values["rope_layers"] = None if all(model.rope_layers or [True]) else model.rope_layers
     return values | {"score": [*scores]}
+
+
+def checkpoint_in(folder: Path) -> Path | None:
+    """nanoGPT's or nanochat's checkpoint in a folder."""
+    return next((path for pattern in CHECKPOINTS for path in sorted(folder.glob(pattern))), None)
 
 
 def read_checkpoint(path: Path, source: str) -> dict[str, Any]:

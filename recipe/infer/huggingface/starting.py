@@ -14,7 +14,7 @@ from data.untrusted import SETTINGS, UntrustedError, read_json
 from model.options import GPTConfig
 from model.score import ScoreConfig
 from recipe.infer.huggingface.loading import ADAPTER, beyond, find, settings_of
-from recipe.infer.huggingface.settings import CHECKPOINT, Settings, WeightsError
+from recipe.infer.huggingface.settings import Settings, WeightsError, checkpoint_in
 from recipe.run.config import Config
 
 TOKENIZER = "tokenizer.json"
@@ -69,8 +69,8 @@ class Start(NamedTuple):
 
 def is_folder(folder: Path) -> bool:
     """Whether this is a model of transformers, and no run."""
-    files = [folder / name for name in ("config.json", ADAPTER, CHECKPOINT)]
-    return folder.suffix == ".pt" or (any(map(Path.is_file, files)) and not (folder / ".hydra").exists())
+    found = (folder / "config.json").is_file() or (folder / ADAPTER).is_file() or checkpoint_in(folder) is not None
+    return folder.suffix == ".pt" or (found and not (folder / ".hydra").exists())
 
 
 def start_from(source: str) -> Start:

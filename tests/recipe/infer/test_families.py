@@ -60,6 +60,7 @@ def shape(kind: str, seed: int) -> dict[str, Any]:
             "n_layer": 2,
             "n_positions": 64,
             "n_inner": draw.choice([None, 40]),
+            "tie_word_embeddings": draw.random() < 0.5,
         }
     options = {
         "hidden_size": 8 * heads,
@@ -270,10 +271,18 @@ def test_the_angles_of_yarn_are_those_of_transformers_also_without_a_factor_or_a
     torch.testing.assert_close(ours.sin, angles.sin() * size, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
-def test_a_scaling_without_a_factor_is_refused(kind):
-    with pytest.raises(WeightsError, match=rf"rope_type={kind} without a factor; write it into config\.json"):
-        read_settings(YARN | {"rope_scaling": {"rope_type": kind}}, "folder")
+@pytest.mark.parametrize(("rope", "key"), [(rope, key) for rope in ROPES for key in rope.keys() - {"rope_type"}])
+def test_a_scaling_is_refused_without_a_key_that_transformers_needs(rope, key):
+    content = YARN | {"rope_scaling": {name: value for name, value in rope.items() if name != key}}
+    try:
+        theirs = transformers.AutoConfig.for_model(**content)
+        frequencies, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, "cpu")
+    except KeyError:
+        with pytest.raises(WeightsError, match=rf"rope_type={rope['rope_type']} without {key}; write it into config"):
+            read_settings(content, "folder")
+    else:
+        cos = position_tables(read_settings(content, "folder").model, 2).cos[1]
+        torch.testing.assert_close(cos / cos[-1], frequencies.cos() / frequencies[-1].cos(), rtol=0, atol=1e-5)
 
 
 # Keys of config.json that have no default here, but for GPT-2.

@@ -19,7 +19,7 @@ from model.score import ScoreConfig, layer_scores
 from recipe.infer.huggingface.loading import folder_mistakes
 from recipe.infer.huggingface.loading import load as load_gpt2
 from recipe.infer.huggingface.settings import WeightsError, read_settings
-from recipe.infer.huggingface.starting import start_from
+from recipe.infer.huggingface.starting import is_folder, start_from
 
 transformers = pytest.importorskip("transformers")
 
@@ -229,16 +229,20 @@ class Harmful:
 def test_pickles_of_others_are_refused_by_name_and_not_run(here):
     torch.save({"model": {}, "model_args": {}, "more": Harmful()}, here / "ckpt.pt")
     torch.save({"state_dict": {}}, here / "other.pt")
-    torch.save({"transformer.wte.weight": torch.zeros(1)}, here / "model_000700.pt")
+    (here / "nanochat").mkdir()
+    for folder in (here, here / "nanochat"):
+        torch.save({"transformer.wte.weight": torch.zeros(1)}, folder / "model_000700.pt")
     for name, named in (
         ("ckpt.pt", "ckpt.pt holds more than tensors or is damaged; load it in the library that wrote it"),
         ("other.pt", "other.pt is no checkpoint of nanoGPT; load it in the library that wrote it, and name the folder"),
         ("model_000700.pt", "is a checkpoint of nanochat, which is not read; train model=nanochat, or name a folder"),
+        ("nanochat", "is a checkpoint of nanochat, which is not read; train model=nanochat, or name a folder"),
     ):
         (sentence,) = folder_mistakes(name, CONFIG, (), 16, "bpe")
         assert named in sentence
         with pytest.raises(WeightsError, match=re.escape(named)):
             start_from(name)
+    assert is_folder(here / "nanochat")
     assert not (here / "harm").exists()
 
 
