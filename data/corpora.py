@@ -127,7 +127,7 @@ class FileCorpus(Corpus):
         if not self.files:
             raise DataError(f"{first_few(files)}: nothing but empty files; name others with data.path=...")
         listing = [(name, stats[name][1].st_size, stats[name][1].st_mtime_ns) for name in sorted(stats)]
-        self.fingerprint = sha256(repr(listing).encode()).hexdigest()
+        self.fingerprint = sha256(repr([*listing, *self._named.items()]).encode()).hexdigest()
 
     def source(self) -> dict[str, Any]:
         files = self.files if len(self.files) == 1 else [self.root]
@@ -154,7 +154,7 @@ class FileCorpus(Corpus):
         if self.empty:
             sentences.append(f"left out, because they are empty: {first_few(self.empty)}.")
         if unused := [self._name(file) for file in self.files if self.splits[file] is None]:
-            sentences.append(f"left out, because other files are named train and validation: {first_few(unused)}.")
+            sentences.append(f"left out, because the names of others say their split: {first_few(unused)}.")
         if len(self.files) == 1:
             return sentences
         val_files, fraction = [file for file in self.files if self.splits[file] == "val"], self.config.val_fraction
@@ -181,10 +181,12 @@ class FileCorpus(Corpus):
 
     @cached_property
     def _named(self) -> dict[str | None, str]:
-        """The splits that the names of a text's files stand for; empty unless they say both."""
+        """The splits that the names of a text's files stand for: all files without a name for validation train where no
+        name says train. Empty unless there are both."""
         found = {named_split(self._name(file)) for file in self.files} if self.config.name == "text" else set()
         held_out = "val" if "val" in found else "test"
-        return {"train": "train", held_out: "val"} if {"train", held_out} <= found else {}
+        training = None if held_out == "val" and "train" not in found else "train"
+        return {training: "train", held_out: "val"} if {training, held_out} <= found else {}
 
     def held_out(self) -> set[Path]:
         """The files of the validation split: in the order of their names' hashes until `val_fraction` is filled."""

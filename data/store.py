@@ -74,7 +74,8 @@ class PreparedData:
     def notes(self) -> list[str]:
         """Sentences on what is amiss with the text."""
         of_parts = [f"{path}: {note}" for path, part in self.parts.items() for note in part.notes]
-        return of_parts if self.parts else self.manifest["notes"]
+        across = "Documents in the training text of one corpus and the validation text of another are not counted."
+        return [*of_parts, across] if self.parts else self.manifest["notes"]
 
 
 class TokenWriter:

@@ -109,6 +109,7 @@ def test_few_files_hold_out_what_comes_nearest(tmp_path, sizes, held):
         (["train.txt", "test.txt"], {"train.txt"}, {"test.txt"}),
         (["web_train_01.txt", "web_train_02.txt", "web_val_00.txt"], {"web_train_01.txt", "web_train_02.txt"},
          {"web_val_00.txt"}),
+        (["validation.txt", "corpus.txt", "more.txt", "test.txt"], {"corpus.txt", "more.txt"}, {"validation.txt"}),
         (["dev/1.txt", "train/1.txt", "train/test-2.txt"], {"train/1.txt"}, {"dev/1.txt"}),
     ],
 )  # fmt: skip

@@ -55,8 +55,9 @@ def test_a_run_logs_the_loss_of_each_corpus_and_goes_on_where_it_stopped(here: P
     assert lines[-1]["val/loss"] == pytest.approx((3 * a + b) / 4)
     compare.main(["runs", "wandb=disabled", "out=page"])
     page = Path("page/index.html").read_text()
-    assert "Validation loss of each corpus" in page
+    assert "val loss of a.txt" in page
     assert f"{a:.4f}" in page
+    assert "the training text of one corpus and the validation text of another are not counted" in page
 
 
 @pytest.mark.parametrize(
