@@ -10,6 +10,11 @@ from importlib.util import find_spec
 def main() -> int:
     """Run the command that the arguments name; returns the exit status."""
     command, *arguments = sys.argv[1:] or ["--help"]
+    for argument in (command, *arguments):
+        if argument.endswith("\r"):
+            script = "repair the script with sed -i 's/\\r$//' <script>."
+            print(f"error: {argument.strip()} ends in a carriage return; {script}", file=sys.stderr)
+            return 2
     if command == "check":
         # Mixers are beside this package in the checkout, and within it where it is installed.
         package = f"{__package__}.mixers" if __package__ != "attention" else "mixers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -39,10 +40,14 @@ from recipe.run.config import Config, ConfigError, register
 from recipe.run.jobs import Job
 from recipe.run.mistakes import mistakes
 from recipe.run.queue import Queue
-from recipe.run.resume import check_folder, check_writable, resumed
+from recipe.run.resume import check_defaults, check_folder, check_writable, resumed
 from recipe.run.run_folder import check_not_running, full_disk_explained
 from recipe.run.starting import Weights, with_start
 from recipe.run.wording import explain, one_sentence
+
+END = "\0"  # of an argument
+# key = value, key =value, and key= value where what follows is no override
+BLANKS = re.compile(r"(?<![^\0])([^\0=]+)(?:\0=\0?|=\0(?=[^\0=]*(?:\0|$)))([^\0]*)")
 
 
 def launch(main: Any, weights: Weights) -> None:
@@ -65,6 +70,12 @@ def prepare(arguments: list[str], weights: Weights | None = None) -> Any:
 
     Raises UserError with one line for each mistake.
     """
+    refuse(
+        [
+            f"{' '.join(found[0].split(END))} has a blank beside the equals sign; write {found[1]}={found[2]}."
+            for found in BLANKS.finditer(END.join(arguments))
+        ]
+    )
     arguments = [as_hydra_reads(argument) for argument in arguments]
     args, rest = get_args_parser().parse_known_args(arguments)
     refuse([f"{f} is not a flag of train.py; overrides have no dashes: key=value." for f in rest if f.startswith("-")])
@@ -130,6 +141,7 @@ def sweep(cfg: DictConfig, overrides: list[str], weights: Weights | None) -> Cal
     check_not_running(folder)
     for job in queued:
         job.check_folder()
+    check_defaults(queued)
     if (started := World.from_environment().size) > 1:
         raise ConfigError(
             f"A sweep starts its jobs itself, and {started} ranks were started; start it without torchrun. "

@@ -62,7 +62,8 @@ def explain(error: Exception) -> UserError:
 def quoted_twice(line: str) -> str:
     """An override whose value is text with special characters, as it is typed in a shell."""
     key, equals, value = line.partition("=")
-    return f"""'{key}="{value}"'""" if equals and key else "'key=\"a b\"'"
+    in_shell = value.replace('"', '\\"').replace("'", "'\\''")
+    return f"""'{key}="{in_shell}"'""" if equals and key else "'key=\"a b\"'"
 
 
 def expected(key: str) -> str:

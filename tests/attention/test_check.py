@@ -28,6 +28,7 @@ from attention import (
     UnsupportedAttention,
     build_attention,
 )
+from attention.__main__ import main as command
 from attention.check import accuracy, behaviour, parts, system, workers
 from attention.check.accuracy import smallest_failure
 from attention.check.behaviour import CHECKS, not_finite, same
@@ -381,6 +382,12 @@ def test_a_check_that_cannot_start_says_why_and_exits_with_2(capsys):
 def test_a_check_that_compared_nothing_does_not_call_an_attention_correct(capsys):
     assert main(["naive", "--dtypes", "fp32", "--seconds", "0", "--device", "cpu"]) == 2
     assert "Nothing of naive was compared with fp64." in capsys.readouterr().out
+
+
+def test_the_command_names_a_line_of_windows(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["gpt-attention", "check", "naive\r"])
+    assert command() == 2
+    assert capsys.readouterr().err.startswith("error: naive ends in a carriage return; repair the script with sed ")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
