@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ def load(name: str) -> Any:
         for part in name.rpartition(":")[2].split("."):
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "attention":
+            raise UnsupportedAttention(
+                "{} cannot be imported: the package attention is called gpt_attention outside its checkout; write "
+                "gpt_attention in {}.", asked, file,
+            ) from error  # fmt: skip
         raise UnsupportedAttention("{} cannot be imported: {}: {}.", asked, type(error).__name__, error) from error
     if not callable(found):
         raise UnsupportedAttention("{} is {}; name a class or a function.", asked, type(found).__name__)
@@ -45,9 +51,10 @@ def load(name: str) -> Any:
 
 @functools.cache
 def run(file: Path) -> Any:
-    """The module of a file, which may import others of its folder."""
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
+    """The module of a file, which may import others of its folder and of the current one."""
+    for folder in (str(file.parent), os.getcwd()):
+        if folder not in sys.path:
+            sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(f"file:{file}", file)
     assert spec is not None
     assert spec.loader is not None

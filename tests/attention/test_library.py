@@ -76,6 +76,12 @@ from gpt_attention.check.results import verdicts
 from gpt_attention.check.subject import find
 print(all(verdict.passes for verdict in verdicts(find("naive"), Case(T=9, S=9), torch.device("cpu"))))
 sys.meta_path.pop(0)
+import pathlib, tempfile
+with tempfile.TemporaryDirectory() as elsewhere, contextlib.chdir(elsewhere):
+    pathlib.Path("mine.py").write_text("import attention.dropout")
+    sys.argv = ["gpt-attention", "check", "mine.py:attend"]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        print(gpt_attention.__main__.main(), "write gpt_attention in mine.py." in said.getvalue())
 sys.path.insert(0, {str(ROOT)!r})
 import attention
 for name in ("tiled_forward", "tiled_backward", "flash_forward", "flash_backward"):
@@ -83,7 +89,7 @@ for name in ("tiled_forward", "tiled_backward", "flash_forward", "flash_backward
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["False", description.version, "True"] + ["False"] * 4
+    assert done.stdout.split() == ["False", description.version, "True", "2", "True"] + ["False"] * 4
 
 
 def code_of(page: str) -> dict[str, Any]:

@@ -72,6 +72,12 @@ def test_a_function_has_the_features_of_its_parameters(folder: Path) -> None:
             build_attention(wrong)
 
 
+def test_a_file_may_import_from_the_current_folder(folder: Path) -> None:
+    Path("nearby.py").write_text(HELPER)
+    Path("lib/far.py").write_text(FUNCTION.replace("helper", "nearby"))
+    assert build_attention(AttentionConfig("lib/far.py:attend")).exact
+
+
 def test_a_function_claims_the_same_in_a_run_and_in_a_check(folder: Path) -> None:
     Path("lib/other.py").write_text(FUNCTION + "attend.exact = False\n")
     for name, exact in (("lib/mine.py:attend", True), ("lib/other.py:attend", False)):
