@@ -22,6 +22,8 @@ import torch
 import compare
 import eval
 import sample
+from recipe.run.config import ConfigError
+from recipe.run.launch import prepare
 from recipe.run.metrics import read_metrics
 from tests.programs import train
 
@@ -82,6 +84,18 @@ def test_it_resumes_with_the_same_losses(kind: str, folder: Path, recorded: dict
     ranks = ["parallel.data=replicate"] if kind == "sharded" else []
     assert train(f"resume={run.name}", f"training.steps={recorded['more']}", *ranks) == 0
     assert_continued(run, recorded, kind)
+
+
+def test_a_sweep_does_not_go_on_with_other_defaults(folder: Path) -> None:
+    sweep = shutil.copytree(folder / "sweep", folder / "sweep-again", symlinks=True)
+    shutil.rmtree(sweep / "3")
+    common = json.loads((sweep / "sweep.json").read_text())["jobs"][0][2:]
+    again = ["-m", "attention=naive,tiled", "seed=1,2", *common, f"hydra.sweep.dir={sweep}"]
+    assert callable(prepare(again))  # what trains
+    config = sweep / "1" / ".hydra" / "config.yaml"
+    config.write_text(config.read_text().replace("positions: learned", "positions: rotary"))
+    with pytest.raises(ConfigError, match=r"sweep-again/1 has other defaults .* \(model\.positions='rotary'\), "):
+        prepare(again)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from recipe.run.config import Config, ConfigError, as_plain
 from recipe.run.jobs import Job, SweepError, without
 from recipe.run.plan import Plan, PlannedRun, continued, new_plan, read_plan, write_plan
 from recipe.run.queue import Queue
+from recipe.run.resume import check_defaults
 from recipe.run.summary import git_state
 
 # Overrides that a run of an arena gets from its plan, not from the command line.
@@ -108,7 +109,9 @@ def run_arena(plan: Plan, queue: Queue, train: Any) -> None:
         queue.run([job_of(plan, run, folder) for run in plan.lr_runs()], train, ahead=len(plan.seed_runs()))
         plan = replace(plan, chosen=choose(plan, folder))
         write_plan(plan, folder)
-    queue.run([job_of(plan, run, folder) for run in plan.seed_runs()], train)
+    jobs = [job_of(plan, run, folder) for run in plan.seed_runs()]
+    check_defaults(jobs)
+    queue.run(jobs, train)
 
 
 def job_of(plan: Plan, run: PlannedRun, folder: Path) -> Job:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from recipe.distributed.ranks import from_first_rank, rank
 from recipe.distributed.world import World
 from recipe.run.compose import by_key, composed, lines, mistakes, opened, parsed, quoted, to_config
 from recipe.run.config import Config, ConfigError, as_plain, keys
+from recipe.run.jobs import LAUNCHER_OVERRIDES, Job, without
 from recipe.run.recorded import foreign_reference, read_config
 from recipe.run.removed import as_today, config_as_today, refusal
-from recipe.run.run_folder import OUTPUTS, OVERRIDES, check_not_running, read_overrides
+from recipe.run.run_folder import CONFIG, OUTPUTS, OVERRIDES, check_not_running, read_overrides
 from recipe.run.starting import written
 from recipe.training.checkpoint import CheckpointError, Manifest, newest_valid, read_manifest
 from recipe.wording import as_typed
@@ -95,6 +97,20 @@ def earlier_defaults(run: Path, overrides: list[str]) -> list[str]:
     compose today: the defaults of presets may have changed since. Raises ConfigError."""
     then, now = as_plain(read_config(run)), as_plain(to_config(composed(overrides)))
     return [opened(f"{key}={written(nested(then, key))}") for key in keys() if nested(then, key) != nested(now, key)]
+
+
+def check_defaults(jobs: Sequence[Job]) -> None:
+    """Raise ConfigError where some jobs have begun with other defaults than those with which others would start."""
+    recorded = [job for job in jobs if (job.folder / CONFIG).is_file()]
+    begun = [job for job in recorded if job.done or has_checkpoints(job.folder)]
+    for job in begun if len(begun) < len(jobs) else []:
+        earlier = earlier_defaults(job.folder, [opened(line) for line in job.overrides])
+        if earlier := without(earlier, (*LAUNCHER_OVERRIDES, "model.name", "score.name")):
+            raise ConfigError(
+                f"{job.folder} has other defaults than those of today ({' '.join(earlier)}), which the jobs without a "
+                "result would have; start the sweep in another folder with hydra.sweep.dir, there also with these "
+                "overrides, or finish it with the version that began it."
+            )
 
 
 def recorded_overrides(run: Path) -> list[Override]:
