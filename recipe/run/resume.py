@@ -19,13 +19,16 @@ from recipe.distributed.ranks import from_first_rank, rank
 from recipe.distributed.world import World
 from recipe.run.compose import by_key, composed, lines, mistakes, opened, parsed, quoted, to_config
 from recipe.run.config import Config, ConfigError, as_plain, keys
-from recipe.run.jobs import LAUNCHER_OVERRIDES, Job, without
+from recipe.run.jobs import Job
 from recipe.run.recorded import foreign_reference, read_config
 from recipe.run.removed import as_today, config_as_today, refusal
 from recipe.run.run_folder import CONFIG, OUTPUTS, OVERRIDES, check_not_running, read_overrides
 from recipe.run.starting import written
 from recipe.training.checkpoint import CheckpointError, Manifest, newest_valid, read_manifest
 from recipe.wording import as_typed
+
+# Options that a launcher sets, or that change nothing in a run
+NOT_OF_A_JOB = ("resume=", "tracking.", "model.name=", "score.name=")
 
 
 def resumed(overrides: list[str]) -> list[str]:
@@ -104,8 +107,8 @@ def check_defaults(jobs: Sequence[Job]) -> None:
     recorded = [job for job in jobs if (job.folder / CONFIG).is_file()]
     begun = [job for job in recorded if job.done or has_checkpoints(job.folder)]
     for job in begun if len(begun) < len(jobs) else []:
-        earlier = earlier_defaults(job.folder, [opened(line) for line in job.overrides])
-        if earlier := without(earlier, (*LAUNCHER_OVERRIDES, "model.name", "score.name")):
+        differing = earlier_defaults(job.folder, [opened(line) for line in job.overrides])
+        if earlier := [line for line in differing if not line.lstrip("+").startswith(NOT_OF_A_JOB)]:
             raise ConfigError(
                 f"{job.folder} has other defaults than those of today ({' '.join(earlier)}), which the jobs without a "
                 "result would have; start the sweep in another folder with hydra.sweep.dir, there also with these "

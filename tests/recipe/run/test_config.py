@@ -117,7 +117,7 @@ MISTAKES = {
     "lr=3": "did you mean optimizer.lr?",
     "attention.window=8": "there is no attention.window; did you mean score.window",
     "=4": "^=4 is not an override",
-    "data.path= notes.txt": "^notes.txt is not an override; write key=value without blanks",
+    "data.path= notes.txt": "^data.path= notes.txt has a blank beside the equals sign; write data.path=notes.txt",
     "data=text data.path=a,b.txt": "^data.path=a,b.txt is more than one value; .* 'data.path=\"a,b.txt\"'",
     "data=text data.path=数据.txt": "^data.path=数据.txt is not an override; .* 'data.path=\"数据.txt\"'",
     "data=text data.path=a[1].txt": r"^data.path=a\[1\].txt is not an override; .* 'data.path=\"a\[1\].txt\"'",
