@@ -10,7 +10,7 @@ from importlib.util import find_spec
 def main() -> int:
     """Run the command that the arguments name; returns the exit status."""
     command, *arguments = sys.argv[1:] or ["--help"]
-    for argument in (command, *arguments):
+    for argument in sys.argv[1:]:
         if argument.endswith("\r"):
             script = "repair the script with sed -i 's/\\r$//' <script>."
             print(f"error: {argument.strip()} ends in a carriage return; {script}", file=sys.stderr)
