@@ -26,7 +26,7 @@ BUDGETS = {
     "mixers": 10_500,
     "model": 24_200,
     "data": 18_800,
-    "recipe/run": 28_330,
+    "recipe/run": 28_430,
     "recipe/training": 18_250,
     "recipe/distributed": 12_700,
     "recipe/infer": 22_600,
