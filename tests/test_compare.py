@@ -88,7 +88,6 @@ def test_failures_are_one_sentence_and_a_status(tmp_path: Path, forked: None) ->
         (["missing"], "missing is not a folder"),
         (["/dev/null"], "/dev/null is not a folder"),
         (["."], "no runs found"),
-        (["outt=x"], "outt=x is not an argument; did you mean out?"),
         (["out=x"], "needs a folder of runs"),
         ([".", "wandb=maybe"], "wandb=maybe is not a mode; choose one of online, offline, disabled"),
     ],

@@ -334,7 +334,6 @@ def test_bits_per_byte_of_a_text_without_spaces_are_finite_and_its_word_perplexi
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["tsks=a"], "tsks=a is not an argument; did you mean tasks?"),
         (["batch=0"], "batch=0 must be at least 1"),
         (["seq_len=25"], "seq_len=25 is longer than the run's 24, and it has learned positions for those alone"),
         (["attention.precision=fp8"], r"attention.precision=fp8 has no effect with attention=naive; .*attention=flash"),
