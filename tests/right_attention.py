@@ -97,8 +97,6 @@ CLASSES: tuple[type[Attention], ...] = (
     attention("split_keys", SplitSteps),
     attention("wide", WideSteps),
 )
-# Lines of the check that fail, and are right: torch adds -inf to the scores of hidden keys, and NaN stays NaN.
-ALLOWED = {"sdpa": frozenset({"NaN and infinity"})}
 RIGHT = {
     "naive": AttentionConfig("naive"),
     "tiled": AttentionConfig("tiled"),
@@ -211,6 +209,9 @@ WAYS: dict[str, Way] = {
 }
 NAMED = ("sdpa-flash", "sdpa-math", "hf-eager", "hf-sdpa")
 NAMES = [*RIGHT, *NAMED, "compiled", *(f"{base}, {way}" for base in BASES for way in WAYS)]
+# Lines of the check that fail, and are right: torch adds -inf to the scores of hidden keys, and NaN stays NaN.
+OF_TORCH = [name for name in NAMES if "sdpa" in name or name.startswith("torch's")]
+ALLOWED = dict.fromkeys(OF_TORCH, frozenset({"NaN and infinity"}))
 
 
 def subject(name: str) -> Subject:

@@ -171,9 +171,9 @@ def prepare() -> None:
     stack.enter_context(registered())
 
 
-def measure(recorder: Recorder, jobs: list[Job]) -> None:
-    """Add the rows of all jobs, in several processes."""
-    workers = 2 * (os.cpu_count() or 1)
+def measure(recorder: Recorder, jobs: list[Job], per_core: int = 2) -> None:
+    """Add the rows of all jobs, in several processes for each core."""
+    workers = per_core * (os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, get_context("spawn"), prepare) as pool:
         for done in as_completed([pool.submit(job) for job in jobs]):
             recorder.add(*done.result())

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +27,7 @@ from attention.check.named import NAMED
 from attention.check.printing import Report
 from bench.record import Recorder, measurement, read, result_file, write_table
 from recipe.wording import markdown_table as table
-from tests.attention.faults import prepare, say
+from tests.attention.faults import measure
 from tests.wrong_attention.published import GITHUB, PUBLISHED
 
 SECONDS = 60.0  # that a check may take to find a fault
@@ -46,12 +44,12 @@ def words(report: Report, name: str) -> str:
     return f"{failed[0].name}: {failed[0].detail}" if failed else "nothing"
 
 
-def caught(number: int) -> Row:
+def caught(number: int) -> list[Row]:
     """What the check says about one thread's mechanism within `SECONDS`."""
     published, started = PUBLISHED[number], time.monotonic()
     report = check(published.subject(), seconds=SECONDS)
     took = time.monotonic() - started
-    return {"thread": published.thread, "line": words(report, published.line), "seconds": round(took)}
+    return [{"thread": published.thread, "line": words(report, published.line), "seconds": round(took)}]
 
 
 def short(line: str) -> str:
@@ -72,11 +70,8 @@ def wall() -> None:
     """Check every mechanism, and write the table."""
     now = measurement(["tests.attention.wall"], torch.device("cpu"))
     path = result_file("wall", now["device"])
-    pool = ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), prepare)
-    with Recorder(path, ("thread",), now) as recorder, pool:
-        for done in as_completed([pool.submit(caught, number) for number in range(len(PUBLISHED))]):
-            recorder.add(done.result())
-            say(f"{len(recorder.rows)} rows: {done.result()}")
+    with Recorder(path, ("thread",), now) as recorder:
+        measure(recorder, [partial(caught, number) for number in range(len(PUBLISHED))], per_core=1)
     write_wall(path)
 
 
