@@ -229,7 +229,7 @@ def runs_csv(runs: Sequence[Run], labels: Names, places: Names, subject: str = "
 
 def _inert(cell: Any) -> Any:
     """A cell that no spreadsheet takes for a formula: text that begins like one is quoted."""
-    return f"'{cell}" if isinstance(cell, str) and re.match(r"[=@\t\r]|[+-][^\d. ]", cell) else cell
+    return f"'{cell}" if isinstance(cell, str) and re.match(r"[=@\t\r]|[+-](?!(e[+-]|[\d. ±])*$)", cell) else cell
 
 
 def signed(value: float) -> str:

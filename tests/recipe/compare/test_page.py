@@ -192,10 +192,10 @@ def test_the_page_is_dark_in_the_dark(page: str, tmp_path: Path) -> None:
 
 
 def test_a_cell_that_a_stranger_wrote_is_no_formula(tmp_path: Path) -> None:
-    wrote = ["=1+2", "@SUM(A1)", "+cmd|x", "-cmd|x", "-0.1 ± 0.2", "+0.5", "-"]
+    wrote = ["=1+2", "@SUM(A1)", "+cmd|x", "-cmd|x", "-2+3+cmd|x", "-0.1 ± 0.2", "+0.5", "-"]
     run = read_run(write_run(tmp_path / "a", stop=0))
     names = [f"{n}{cell}" for n, cell in enumerate(wrote)]
     runs = [replace(run, name=name) for name in names]
     text = runs_csv(runs, dict(zip(names, wrote, strict=True)), dict.fromkeys(names, ""))
     cells = [row["implementation"] for row in csv.DictReader(text.splitlines())]
-    assert cells == ["'=1+2", "'@SUM(A1)", "'+cmd|x", "'-cmd|x", *wrote[4:]]
+    assert cells == ["'=1+2", "'@SUM(A1)", "'+cmd|x", "'-cmd|x", "'-2+3+cmd|x", *wrote[5:]]
