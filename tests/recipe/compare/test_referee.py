@@ -259,6 +259,18 @@ def test_keeping_the_best_run_so_far_keeps_these() -> None:
     assert lucky([*edits, {"pairs": [], "verdict": "not valid"}]) == 3  # the second, the fourth, and the next after it
 
 
+def test_the_ledgers_of_records_belong_to_their_tracks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    judges = {file.parent: Judge("mini", str(file.parent)) for file in Path("records", "mini").rglob("ledger.json")}
+    null = judges.pop(Path("records", "mini", "null")).ledger
+    (mini,) = (judge.ledger for judge in judges.values())
+    text = Path("records", "README.md").read_text()
+    assert (len(null.edits), len(null.kept)) == (100, 0)
+    assert f"keeps {lucky(null.edits)} of them" in text
+    assert f"in {sum(len(edit['pairs']) for edit in null.edits)} pairs" in text
+    assert [edit["commit"] == mini.edits[0]["commit"] for edit in mini.kept] == [True]
+
+
 def test_a_night_of_salts_keeps_nothing(track: str) -> None:
     assert [judged(track, f"salt={salt}") for salt in range(2, 5)] == [1] * 3
 
