@@ -164,7 +164,7 @@ def read_conversations(span: Span, template: ChatTemplate) -> Iterator[Row]:
             if form in row and "messages" not in row:
                 raise DataError(
                     f"line {line} of {path} has {form} and no messages; convert the file with:\n"
-                    f'python -c "{command}" < {path.name} > messages-{path.name}'
+                    f'    python -c "{command}" < {path.name} > messages-{path.name}'
                 )
         if isinstance(messages := row.get("messages"), list):
             row["messages"] = [joined(message) for message in messages]
