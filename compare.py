@@ -36,7 +36,7 @@ from recipe.compare.arena_page import write_arena_report
 from recipe.compare.page import write_report
 from recipe.compare.publish import MODES, mode_of, publish
 from recipe.compare.referee import KEPT, Judge
-from recipe.compare.referee_page import leaderboard, write_referee_page
+from recipe.compare.referee_page import leaderboard, verdict, write_referee_page
 from recipe.compare.runs import ReportError, find_runs
 from recipe.compare.sweeps import label_order, labels_of
 from recipe.errors import UserError, fail, refuse_windows_lines
@@ -108,7 +108,9 @@ def referee(config: CompareConfig) -> int:
             return 0
         with judge:
             edit = judge.judge(config.commit, config.salt)
-            print(f"{write_referee_page(judge, edit).headline}\npage: {judge.home / 'index.html'}")
+            print(verdict(edit))
+            if page := write_referee_page(judge, edit):
+                print(f"page: {page}")
             return int(edit["verdict"] != KEPT)
     except UserError as error:
         print(f"not valid: {error}", file=sys.stderr)

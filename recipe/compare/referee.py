@@ -278,7 +278,9 @@ def git(folder: Path, *arguments: str) -> str:
     """The output of a git command. Raises RefereeError where it fails."""
     done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RefereeError(f"git {' '.join(arguments)} failed: {done.stderr.strip() or 'it says no more'}")
+        raise RefereeError(
+            f"git {' '.join(arguments)} failed: {(done.stderr.strip() or 'it says no more').splitlines()[0]}"
+        )
     return done.stdout.strip()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from recipe.compare.headline import Headline
@@ -56,15 +57,23 @@ def named(edit: dict[str, Any]) -> str:
     return edit["commit"][:12] + (f" salt={edit['salt']}" if edit["salt"] else "")
 
 
-def write_referee_page(judge: Judge, edit: dict[str, Any]) -> Report:
-    """Write index.html, runs.csv and referee.json on an edit into the judge's folder."""
-    runs = judge.home / "runs"
-    found = find_runs([runs / f"{one['commit'][:12]}-{one['salt']}" for one in (edit["best"], edit)])
+def verdict(edit: dict[str, Any]) -> str:
+    """What became of an edit, and why."""
+    return f"{named(edit)}: {edit['verdict']}, {edit['reason']}"
+
+
+def write_referee_page(judge: Judge, edit: dict[str, Any]) -> Path | None:
+    """Write index.html, runs.csv and referee.json on an edit into the judge's folder. Returns the page, or None for an
+    edit that was judged elsewhere: its runs are not here."""
+    folders = [judge.home / "runs" / f"{one['commit'][:12]}-{one['salt']}" for one in (edit["best"], edit)]
+    if not all(map(Path.is_dir, folders)):
+        return None
+    found = find_runs(folders)
     labels = {run.name: run.name.partition("/")[0] for run in found.runs}
     pairs = [
         [str(one["seed"]), signed(float(one["difference"])), f"{one['log_evidence']:.2f}"] for one in edit["pairs"]
     ]
-    text = f"{named(edit)}: {edit['verdict']}, {edit['reason']}"
+    text = verdict(edit)
     tone = "better" if edit["verdict"] == KEPT else "undecided"
     columns = ["seed", "bits per byte", "log evidence"]
     tables = table("pairs", "Edit less best", columns, pairs), leaderboard(judge)
@@ -74,4 +83,4 @@ def write_referee_page(judge: Judge, edit: dict[str, Any]) -> Report:
     report = Report(text, tone, None, (), (section,), found.notes, listed, sources_of(found.runs))
     write_page(report, judge.home, runs_csv(found.runs, labels, places, "commit"))
     (judge.home / "referee.json").write_text(to_json(edit, indent=2) + "\n", encoding="utf-8")
-    return report
+    return judge.home / "index.html"

@@ -343,6 +343,9 @@ def test_a_judge_that_was_killed_goes_on(track: str, monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyboardInterrupt):
         judged(edit)
     assert judged(edit) == 0
+    shutil.copy("outputs/referee/toy/ledger.json", "records/toy")
+    shutil.rmtree("outputs/referee/toy/runs")
+    assert judged(edit) == 0  # without its runs, as in a clone that has the ledger
     assert len(started) <= runs + 2  # the run that was killed is repeated
     continued = json.loads(Path("outputs/referee/toy/ledger.json").read_text())
     for ledger in (expected, continued):
