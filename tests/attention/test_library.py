@@ -76,7 +76,7 @@ from gpt_attention.check.results import verdicts
 from gpt_attention.check.subject import find
 print(all(verdict.passes for verdict in verdicts(find("naive"), Case(T=9, S=9), torch.device("cpu"))))
 sys.meta_path.pop(0)
-import pathlib, tempfile
+import contextlib, io, pathlib, tempfile
 with tempfile.TemporaryDirectory() as elsewhere, contextlib.chdir(elsewhere):
     pathlib.Path("mine.py").write_text("import attention.dropout")
     sys.argv = ["gpt-attention", "check", "mine.py:attend"]
