@@ -173,7 +173,7 @@ def test_a_stream_that_breaks_off_leaves_nothing_and_remains_of_a_killed_prepara
     with pytest.raises(DataError, match="could not stream owner/name"):
         prepare(config)
     assert contents(config.cache) == set()
-    broken_at = None
+    broken_at = -1
     data = prepare(config)
     uninterrupted = files_of(data)
     partial = data.folder.rename(data.folder.with_name(f".{data.folder.name}.partial"))

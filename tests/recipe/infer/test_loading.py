@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -27,7 +28,7 @@ CONFIG = GPTConfig(n_layers=3, n_heads=4, n_embd=64, bias=True)
 VOCAB, POSITIONS = 487, 32  # as GPT-2's 50,257, no multiple of 64
 
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
     "vocab_size": 99, "max_position_embeddings": 64,
 }  # fmt: skip
