@@ -1,7 +1,8 @@
 """Tokenise a corpus once, into memory-mapped files that later runs open immediately.
 
 The files are in <data.cache>/<corpus>-<tokenizer>-<recipe>/ (see store.py). They are built under a lock and under a
-temporary name, so a sweep tokenises once and a killed run leaves nothing that looks finished.
+temporary name, so a sweep tokenises once and a killed run leaves nothing that looks finished. The next run continues
+where an interrupted one stopped.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +33,18 @@ from data.options import DataConfig
 from data.progress import progress
 from data.store import (
     SPLITS,
+    Position,
     PreparedData,
     TokenWriter,
     digest,
     find_damage,
+    load_position,
     map_split,
     open_prepared,
     partial_folder,
     publish,
     repeated,
+    save_position,
     token_dtype,
     write_manifest,
 )
@@ -48,11 +54,13 @@ from data.tokenizers import (
     bpe_tokenizer,
     bytes_tokenizer,
     gpt2_tokenizer,
+    load_tokenizer,
     save_tokenizer,
 )
 
 FORMAT = 2  # increase it when the same recipe gives other files, or cuts the text into other rows
 BPE_TEXT = 1 << 28  # the most characters to learn a BPE from
+SECONDS_BETWEEN_SAVES = 5.0  # seconds of work that an interrupted preparation loses at most
 
 
 def prepare(config: DataConfig, announce_wait: bool = True) -> PreparedData:
@@ -127,23 +135,30 @@ def _locked(folder: Path, console: Console, announce_wait: bool) -> AbstractCont
 
 def _build(folder: Path, config: DataConfig, corpus: Corpus, recipe: dict[str, Any], console: Console) -> None:
     partial = partial_folder(folder)
-    shutil.rmtree(partial, ignore_errors=True)  # of a preparation that was killed
-    partial.mkdir()
     try:
-        tokenizer = _make_tokenizer(config, corpus, console)
-        save_tokenizer(tokenizer, partial)
-        counts, found = _write_tokens(corpus, tokenizer, config, partial)
+        position = load_position(partial, recipe)
+        if position is None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            position = Position()
+            tokenizer = _make_tokenizer(config, corpus, console)
+            save_tokenizer(tokenizer, partial)
+            save_position(partial, recipe, position)
+        else:
+            tokenizer = load_tokenizer(partial)
+            console.print(f"resuming the preparation of data={config.name} where it was interrupted.")
+        counts = _write_tokens(corpus, tokenizer, config, position, partial, recipe)
         content = {
             "recipe": recipe,
             "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.n_vocab, "end_of_text": tokenizer.eot_token},
             "dtype": token_dtype(tokenizer).str,
             "splits": counts,
-            "bytes": {split: found[split] for split in SPLITS},
-            "notes": list(_notes(config, found, partial, token_dtype(tokenizer))),
+            "bytes": position.bytes,
+            "notes": list(_notes(config, position, partial, token_dtype(tokenizer))),
         }
         write_manifest(partial, content)
         publish(folder)
-    except BaseException:  # also to free the space on a full disk
+    except OSError:  # free the space on a full disk
         shutil.rmtree(partial, ignore_errors=True)
         raise
     tokens = " and ".join(f"{counts[split]['tokens']:,} for {split}" for split in SPLITS)
@@ -152,58 +167,77 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus, recipe: dict[str, A
         console.print(note)
 
 
-def _notes(config: DataConfig, found: Counter[str], folder: Path, dtype: np.dtype) -> Iterator[str]:
+def _notes(config: DataConfig, position: Position, folder: Path, dtype: np.dtype) -> Iterator[str]:
     train, val = (map_split(folder, split, dtype) for split in SPLITS)
     if count := repeated(train, val):
         yield f"{count:,} of {len(val.documents):,} validation documents also stand in training."
-    if found["empty"]:
-        yield f"{found['empty']:,} rows of data={config.name} are null or empty, and were left out."
-    if found["lost"]:
+    if position.empty:
+        yield f"{position.empty:,} rows of data={config.name} are null or empty, and were left out."
+    if position.lost:
         yield (
-            f"data.tokenizer={config.tokenizer} loses {found['lost']:,} characters of the text, which tokens do not "
+            f"data.tokenizer={config.tokenizer} loses {position.lost:,} characters of the text, which tokens do not "
             "give back; choose one that writes rare characters as bytes, or data.tokenizer=bpe."
         )
 
 
 def _write_tokens(
-    corpus: Corpus, tokenizer: Tokenizer, config: DataConfig, partial: Path
-) -> tuple[dict[str, dict[str, int]], Counter[str]]:
-    """Write every row to its split, until each stream's share of `max_tokens` is filled. Raises DataError if a split is
-    empty.
-
-    Returns the counts of the splits; and the bytes of the text of each split, the rows that were `empty`, null or
-    without text, and the characters that the tokens do not give back, `lost`.
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    position: Position,
+    partial: Path,
+    recipe: dict[str, Any],
+) -> dict[str, dict[str, int]]:
+    """Write every row after `position` to its split, until each stream's share of `max_tokens` is filled, and save the
+    position every few seconds. Returns the counts of the splits. Raises DataError if one is empty.
     """
     dtype, marks, limit = token_dtype(tokenizer), isinstance(corpus, ChatCorpus), config.max_tokens
-    found = Counter[str]()
     with ExitStack() as stack:
         writers = {
-            split: stack.enter_context(TokenWriter(partial, split, dtype, tokenizer.eot_token, marks))
-            for split in SPLITS
+            split: stack.enter_context(TokenWriter(partial, split, dtype, tokenizer.eot_token, **counts, marks=marks))
+            for split, counts in position.splits.items()
         }
         # Progress counts the characters of the text, or the requested tokens if the characters are unknown or limited.
-        advance = stack.enter_context(progress(f"preparing data={config.name}", limit or corpus.size))
-        for stream in corpus.streams():
-            room = None if limit is None else int(limit * stream.share)
-            if room == 0:
+        advance = stack.enter_context(progress(f"preparing data={config.name}", limit or corpus.size, position.done))
+        saved = time.monotonic()
+
+        def save() -> None:
+            position.splits = {split: writer.sync() for split, writer in writers.items()}
+            save_position(partial, recipe, position)
+
+        for number, stream in list(enumerate(corpus.streams()))[position.stream :]:
+            if number > position.stream:
+                position.stream, position.rows, position.room = number, 0, None
+            if position.room is None and limit is not None:
+                position.room = int(limit * stream.share)
+            if position.room == 0:
                 continue
-            for row, (tokens, answers, lost) in _in_threads(corpus, tokenizer, stream.rows):
-                split, text = row["split"], row["text"]
-                if not text:
-                    found["empty"] += 1
+            rows = islice(stream.rows, position.rows, None)
+            for row, (tokens, answers, lost) in _in_threads(corpus, tokenizer, rows):
+                position.rows += 1
+                if not row["text"]:
+                    position.empty += 1
                     continue
-                written = writers[split].write(tokens, row["opens"], room, answers)
+                split, text = row["split"], row["text"]
+                written = writers[split].write(tokens, row["opens"], position.room, answers)
+                done = len(text) if limit is None else written
+                position.done, position.lost = position.done + done, position.lost + lost
                 complete = written >= len(tokens)
-                found[split] += len(text.encode() if complete else tokenizer.decode_bytes(tokens[:written].tolist()))
-                found["lost"] += lost
-                so_far = sum(writer.tokens for writer in writers.values())
-                advance(len(text) if limit is None else written, f"{so_far / 1e6:.1f}M tokens")
-                if room is not None:
-                    room -= written
-                    if room == 0:
-                        break
-        counts = {split: writer.sync() for split, writer in writers.items()}
+                position.bytes[split] += len(
+                    text.encode() if complete else tokenizer.decode_bytes(tokens[:written].tolist())
+                )
+                advance(done, f"{sum(writer.tokens for writer in writers.values()) / 1e6:.1f}M tokens")
+                if position.room is not None:
+                    position.room -= written
+                if time.monotonic() - saved >= SECONDS_BETWEEN_SAVES:
+                    save()
+                    saved = time.monotonic()
+                if position.room == 0:
+                    break
+        save()
+    counts = position.splits
     if not any(count["tokens"] for count in counts.values()):
+        shutil.rmtree(partial)
         where = config.path or config.hub or config.name
         raise DataError(
             f"{where} holds no text: there are no rows, or their field {config.text_field!r} is empty; give it some, "
@@ -211,11 +245,12 @@ def _write_tokens(
         )
     for split, count in counts.items():
         if not count["tokens"]:
+            shutil.rmtree(partial)
             raise DataError(
                 f"data={config.name} leaves nothing for the {split} split at data.val_fraction="
                 f"{config.val_fraction:g} and data.max_tokens={config.max_tokens}; change one or give more text."
             )
-    return counts, found
+    return counts
 
 
 def _make_tokenizer(config: DataConfig, corpus: Corpus, console: Console) -> Tokenizer:

@@ -6,7 +6,7 @@ train.answers  val.answers          only for conversations: 1 for each token of 
 tokenizer.json                      see tokenizers.py
 manifest.json                       how the files were made, with sizes and checksums
 
-During preparation the folder has another name, and no manifest.
+During preparation the folder has another name, and position.json instead of the manifest.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from data.atomic import sync, to_disk
+from data.atomic import sync, to_disk, write_atomically
+from data.errors import DataError
 from data.tokenizers import Tokenizer, load_tokenizer
 from data.untrusted import read_json
 
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
+POSITION = "position.json"
 OFFSET = np.dtype("<i8")  # the start of a document
 CHUNK = 1 << 26  # bytes per checksum
 
@@ -84,14 +86,26 @@ class TokenWriter:
     tokens, documents   how many are written
     """
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, end_of_text: int, marks: bool = False):
-        """marks  whether answers are marked"""
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        dtype: np.dtype,
+        end_of_text: int,
+        tokens: int = 0,
+        documents: int = 0,
+        marks: bool = False,
+    ):
+        """Continue after the first `tokens` and `documents` of an interrupted preparation.
+
+        marks  whether answers are marked
+        """
         self.dtype, self.end_of_text = dtype, np.array([end_of_text], dtype)
-        self.tokens = self.documents = 0
-        suffixes = ("bin", "documents", *(["answers"] if marks else []))
-        self._files: dict[str, IO[bytes]] = {
-            suffix: (folder / f"{split}.{suffix}").open("wb", buffering=1 << 20) for suffix in suffixes
-        }
+        self.tokens, self.documents = tokens, documents
+        self._files: dict[str, IO[bytes]] = {}
+        for suffix, size in sizes(dtype, marks, tokens, documents).items():
+            self._files[suffix] = (folder / f"{split}.{suffix}").open("ab", buffering=1 << 20)
+            self._files[suffix].truncate(size)
 
     def write(self, tokens: np.ndarray, opens: bool, room: int | None = None, answers: np.ndarray | None = None) -> int:
         """Append a piece that `opens` or continues a document: at most `room` tokens. Returns how many.
@@ -130,9 +144,41 @@ class TokenWriter:
         self.tokens += len(tokens)
 
 
+@dataclass
+class Position:
+    """The state of a preparation; everything before it is on the disk.
+
+    stream  index of the corpus's stream that is being tokenised
+    rows    finished rows of that stream
+    room    tokens that the stream may still fill; None without a limit, or before its first row
+    done    finished units of the progress display
+    empty   rows that were null or empty, and left out
+    lost    characters that the tokens do not give back
+    bytes   of the text of each split
+    splits  counts written for each split: {"tokens": ..., "documents": ...}
+    """
+
+    stream: int = 0
+    rows: int = 0
+    room: int | None = None
+    done: int = 0
+    empty: int = 0
+    lost: int = 0
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    splits: dict[str, dict[str, int]] = field(
+        default_factory=lambda: {s: {"tokens": 0, "documents": 0} for s in SPLITS}
+    )
+
+
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     """The smallest unsigned type that holds every token."""
     return np.dtype(np.min_scalar_type(tokenizer.n_vocab - 1)).newbyteorder("<")
+
+
+def sizes(dtype: np.dtype, marks: bool, tokens: int, documents: int) -> dict[str, int]:
+    """The bytes of a split's files, by their suffix."""
+    of_text = {"bin": tokens * dtype.itemsize, "documents": documents * OFFSET.itemsize}
+    return of_text | ({"answers": tokens} if marks else {})
 
 
 def partial_folder(folder: Path) -> Path:
@@ -140,17 +186,42 @@ def partial_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
+def save_position(partial: Path, recipe: dict[str, Any], position: Position) -> None:
+    """Save the state of the preparation in `partial`, so that an interrupted one continues from there."""
+    write_atomically(partial / POSITION, json.dumps({"recipe": recipe, **asdict(position)}))
+
+
+def load_position(partial: Path, recipe: dict[str, Any]) -> Position | None:
+    """The point where a preparation with this recipe was interrupted; None without one, or with incomplete files."""
+    try:
+        content = read_json(partial / POSITION)
+        if content.pop("recipe") != recipe:
+            return None
+        position = Position(**content)
+        dtype = token_dtype(load_tokenizer(partial))
+        for split, counts in position.splits.items():
+            marks = (partial / f"{split}.answers").exists()
+            for suffix, size in sizes(dtype, marks, **counts).items():
+                if size and (partial / f"{split}.{suffix}").stat().st_size < size:
+                    return None
+    except (OSError, ValueError, KeyError, TypeError, DataError):
+        return None
+    return position
+
+
 def publish(folder: Path) -> None:
     """Rename the prepared `partial_folder` to `folder`, replacing an older one."""
     if folder.exists():
         shutil.rmtree(folder)
     partial_folder(folder).rename(folder)
+    (folder / POSITION).unlink()
     sync(folder.parent)
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Write the content with the sizes and checksums of the folder's files as its manifest."""
-    files = {path.name: {"bytes": path.stat().st_size, "crc32": checksums(path)} for path in sorted(folder.iterdir())}
+    paths = [path for path in sorted(folder.iterdir()) if path.name != POSITION]
+    files = {path.name: {"bytes": path.stat().st_size, "crc32": checksums(path)} for path in paths}
     manifest = {"identity": digest(files), **content, "files": files}
     with (folder / MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=1)

@@ -5,6 +5,9 @@ import io
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
@@ -19,6 +22,9 @@ from data.options import DataConfig
 from data.prepare import prepare
 from data.store import PreparedData
 from data.tokenizers import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TIKTOKEN_CACHE = ROOT / "../shared/data/tiktoken_cache"
 
 
 @pytest.fixture
@@ -161,25 +167,83 @@ def files_of(data: PreparedData) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in data.folder.iterdir()}
 
 
-def test_a_stream_that_breaks_off_leaves_nothing_and_remains_of_a_killed_preparation_are_not_used(config, monkeypatch):
+@pytest.mark.parametrize("max_tokens", [None, 1400])
+def test_a_stream_that_broke_off_goes_on_where_it_stopped(config, tmp_path, monkeypatch, capsys, max_tokens):
+    broken_at: list[int] = []
+
+    ahead = 4 * (os.cpu_count() or 1)  # rows that are read before the first is written
+
     def rows(*names):
-        for i in range(200):
-            if i == broken_at:
+        for i in range(ahead + 24):
+            if i in broken_at:
+                broken_at.remove(i)
                 raise ConnectionError("the network is gone")
             yield {"text": f"document {i} of the stream, {'and more ' * (i % 7)}"}
 
     monkeypatch.setattr("data.corpora._hub_rows", rows)
-    config, broken_at = DataConfig("fineweb_edu", hub="owner/name", cache=config.cache), 150
-    with pytest.raises(DataError, match="could not stream owner/name"):
-        prepare(config)
-    assert contents(config.cache) == set()
-    broken_at = -1
-    data = prepare(config)
-    uninterrupted = files_of(data)
-    partial = data.folder.rename(data.folder.with_name(f".{data.folder.name}.partial"))
-    (partial / "train.bin").write_bytes(b"half")
+    monkeypatch.setattr(sys.modules["data.prepare"], "SECONDS_BETWEEN_SAVES", 0.0)
+    config = DataConfig("fineweb_edu", max_tokens=max_tokens, hub="owner/name", cache=str(tmp_path / "first"))
+    uninterrupted = files_of(prepare(config))
+    config.cache = str(tmp_path / "broken")
+    for done in (5, 18):
+        broken_at.append(ahead + done)
+        with pytest.raises(DataError, match="could not stream owner/name"):
+            prepare(config)
     assert files_of(prepare(config)) == uninterrupted
-    assert contents(config.cache) == {data.folder.name}
+    assert "resuming the preparation of data=fineweb_edu where it was interrupted." in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_killed_preparation_goes_on_where_it_stopped(config, tmp_path, capsys):
+    config.tokenizer, config.bpe_vocab_size = "bpe", 280
+    uninterrupted = files_of(prepare(config))
+    config.cache = str(tmp_path / "again")
+    program = f"""
+import importlib, os, signal
+from data.options import DataConfig
+
+module = importlib.import_module("data.prepare")  # the package's own `prepare` is the function
+saves, save_position = [], module.save_position
+
+def save_and_die(*arguments):
+    save_position(*arguments)
+    saves.append(1)
+    if len(saves) == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+module.save_position, module.SECONDS_BETWEEN_SAVES = save_and_die, 0.0
+module.prepare(DataConfig("text", {config.path!r}, "bpe", 280, cache={config.cache!r}))
+"""
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=100).returncode == -signal.SIGKILL
+    [left] = contents(config.cache)
+    assert left.startswith(".")
+    assert not (Path(config.cache) / left / "manifest.json").exists()
+    position = json.loads((Path(config.cache) / left / "position.json").read_text())
+    assert position["rows"] == 5
+    learned = (Path(config.cache) / left / "tokenizer.json").stat().st_mtime_ns
+    capsys.readouterr()
+    again = prepare(config)
+    assert files_of(again) == uninterrupted
+    assert (again.folder / "tokenizer.json").stat().st_mtime_ns == learned
+    assert "resuming the preparation of data=text where it was interrupted." in capsys.readouterr().err
+    assert contents(config.cache) == {again.folder.name}
+
+
+@pytest.mark.parametrize("damage", ["recipe", "short file", "no tokenizer"])
+def test_an_interrupted_preparation_is_not_used_if_it_is_incomplete(config, corpus, damage):
+    uninterrupted = files_of(prepare(config))
+    folder = prepare(config).folder
+    partial = folder.with_name(f".{folder.name}.partial")
+    folder.rename(partial)
+    recipe = json.loads((partial / "manifest.json").read_text())["recipe"]
+    splits = json.loads((partial / "manifest.json").read_text())["splits"]
+    position = {"recipe": recipe, "stream": 1, "rows": 1, "room": None, "done": 100, "splits": splits}
+    (partial / "position.json").write_text(json.dumps(position | ({"recipe": {}} if damage == "recipe" else {})))
+    if damage == "short file":
+        (partial / "val.bin").write_bytes(b"")
+    if damage == "no tokenizer":
+        (partial / "tokenizer.json").unlink()
+    assert files_of(prepare(config)) == uninterrupted
 
 
 def test_a_vocabulary_smaller_than_asked_for_is_reported(config, capsys):
