@@ -20,26 +20,26 @@ FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokeni
 SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Most code tokens of each package; a package within another does not count there again.
 BUDGETS = {
-    "attention/check": 35_120,
+    "attention/check": 35_200,
     "attention/flash": 70_300,
-    "attention": 50_210,
+    "attention": 50_300,
     "mixers": 10_500,
     "model": 24_200,
-    "data": 18_800,
-    "recipe/run": 28_430,
-    "recipe/training": 18_250,
+    "data": 19_100,
+    "recipe/run": 28_500,
+    "recipe/training": 18_100,
     "recipe/distributed": 12_700,
-    "recipe/infer": 22_600,
-    "recipe/compare": 36_100,
+    "recipe/infer": 22_500,
+    "recipe/compare": 32_600,
     "recipe": 2_700,
-    "learn": 9_000,
-    "bench": 21_700,
+    "learn": 8_800,
+    "bench": 20_000,
     "docs": 500,
     "records": 300,
-    ".": 5_300,
-    "tests": 265_600,
+    ".": 5_000,
+    "tests": 261_500,
 }
-MOST_FILES = 320
+MOST_FILES = 311
 MOST_WORDS = 26_500  # of the pages in docs/
 MOST_OPTIONS = 113
 
