@@ -152,12 +152,7 @@ def sweep(cfg: DictConfig, overrides: list[str], weights: Weights | None) -> Cal
             print(f"score.formula={formula}: {sentence}")
     queue = Queue(cfg)
     start = partial(queue.run, queued) if plan is None else partial(run_arena, plan, queue)
-
-    def explained(train: Any) -> None:
-        with full_disk_explained(folder, f"hydra.sweep.dir={folder}"):
-            start(train)
-
-    return explained
+    return full_disk_explained(folder, f"hydra.sweep.dir={folder}")(start)
 
 
 def checked_jobs(overrides: list[str], folder: Path, of_run: Callable[[Config], Iterable[str]]) -> list[Job]:

@@ -68,7 +68,7 @@ def test_options_that_decide_nothing_are_refused(change: dict, sentence: str) ->
 
 def prepared(*overrides: str) -> Plan:
     sweep: Any = prepare([*TINY, *overrides])
-    return sweep.args[0]
+    return sweep.__wrapped__.args[0]
 
 
 def refused(*overrides: str) -> str:

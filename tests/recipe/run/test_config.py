@@ -286,7 +286,9 @@ def test_a_sweep_says_before_it_starts_what_changes_nothing(capsys) -> None:
 def test_flags_may_stand_among_the_overrides(here: Path) -> None:
     assert prepare(["model=tiny", "--cfg", "job", "data=stdlib"]) == ["--cfg", "job", "model=tiny", "data=stdlib"]
     sweep: Any = prepare(["model=tiny", "-m", "seed=1,2", "data=stdlib"])
-    assert [job.overrides for job in sweep.args[0]] == [("model=tiny", f"seed={n}", "data=stdlib") for n in (1, 2)]
+    assert [job.overrides for job in sweep.__wrapped__.args[0]] == [
+        ("model=tiny", f"seed={n}", "data=stdlib") for n in (1, 2)
+    ]
 
 
 def test_a_mistake_that_every_job_of_a_sweep_shares_is_reported_once() -> None:

@@ -66,6 +66,9 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(process, "leave_at_once", lambda: None)
     yield stand_in
     stand_in.released.set()
+    for thread in threading.enumerate():
+        if thread.name == "wandb":  # before it imports the real package
+            thread.join(2)
 
 
 def track(folder: Path, resume_step: int | None = None, mode: TrackingMode = TrackingMode.offline) -> Tracker:
