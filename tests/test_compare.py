@@ -152,7 +152,7 @@ class FakeWandb(SimpleNamespace):
 def test_the_report_joins_the_group_of_its_runs_in_wandb(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tracked = {"tracking.mode": mode, "tracking.wandb.group": "sweep-1", "tracking.wandb.project": "mine"}
+    tracked = {"tracking.mode": mode, "tracking.group": "sweep-1", "tracking.project": "mine"}
     for attention in ("naive", "flash"):
         write_run(tmp_path / "sweep" / attention, attention, steps=60, overrides=tracked)
     fake = FakeWandb()

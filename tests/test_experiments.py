@@ -91,7 +91,7 @@ def test_a_sweep_is_one_command_and_is_not_repeated(tmp_path: Path) -> None:
     (run,) = tmp_path.glob("multirun/*/*/0")
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["attention"], summary["parity"]["checks"]) == ("completed", "tiled", 2)
-    assert summary["config"]["tracking"]["wandb"]["group"] == f"parity-{run.parts[-3]}-{run.parts[-2]}"
+    assert summary["config"]["tracking"]["group"] == f"parity-{run.parts[-3]}-{run.parts[-2]}"
     assert f"python compare.py {run.parent.relative_to(tmp_path)}" in printed
 
     again = [f"hydra.sweep.dir={run.parent}"]

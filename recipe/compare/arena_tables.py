@@ -110,7 +110,7 @@ def lr_table(arena: Arena) -> Table | None:
             mean = shown(statistics.fmean(losses) if losses else None, LOSS)
             rows.append([arm.name, f"{lr:g}", str(len(losses)), mean, f"chosen{edge}" if lr == arm.lr else DASH])
     columns = ["arm", "learning rate", "seeds", "val loss", "choice"]
-    caption = "Tried on seeds on which no arm is judged. At the edge: a wider arena.rules.lr may find a better one."
+    caption = "Tried on seeds on which no arm is judged. At the edge: a wider arena.lr may find a better one."
     return table("lr-sweep", "Learning rates", columns, rows, caption) if rows else None
 
 

@@ -32,8 +32,8 @@ def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
 
 
 def _log(runs: Sequence[Run], out: Path, mode: Any) -> str:
-    group = str(runs[0].option("tracking.wandb.group") or "")
-    project = str(runs[0].option("tracking.wandb.project", "gpt-attention"))
+    group = str(runs[0].option("tracking.group") or "")
+    project = str(runs[0].option("tracking.project", "gpt-attention"))
     try:
         import wandb
 

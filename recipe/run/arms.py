@@ -35,13 +35,11 @@ class Rules:
     first_seed  the first of the seeds
     margin      the largest difference in loss that does not matter, as a share of the baseline's loss
     looks       how often the verdicts may be read, each time after more seeds; together they are wrong in 5 % at most
-    lr          factors of each arm's optimizer.lr that are tried first
     """
 
     first_seed: int = 1
     margin: float = 0.005
     looks: int = 2
-    lr: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
 
 
 @dataclass
@@ -51,6 +49,7 @@ class ArenaConfig:
     arms        separated by |: each a name, a colon and overrides, or a file of conf/arm/
     seeds       seeds of each arm; more of them continue a sweep
     rules       what the plan fixes before the first run
+    lr          factors of each arm's optimizer.lr that are tried first
     sizes       numbers of layers, such as [1,2,4], the width growing with them; empty: the model's
     arm         its arm, set for each run of an arena
     """
@@ -58,6 +57,7 @@ class ArenaConfig:
     arms: str | None = None
     seeds: int = 6
     rules: Rules = field(default_factory=Rules)
+    lr: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
     sizes: list[int] = field(default_factory=list)
     arm: str | None = None
 
@@ -139,9 +139,8 @@ def arena_mistakes(config: ArenaConfig, arms: Sequence[str]) -> Iterator[str]:
         )
     if config.rules.looks < 1:
         yield f"arena.rules.looks={config.rules.looks} must be at least 1."
-    factors = config.rules.lr
-    if len(set(factors)) < len(factors) or not all(0 < factor < math.inf for factor in factors):
-        yield f"arena.rules.lr={factors} must hold different factors above 0, such as [0.5,1,2]; [] tries none."
+    if len(set(config.lr)) < len(config.lr) or not all(0 < factor < math.inf for factor in config.lr):
+        yield f"arena.lr={config.lr} must hold different factors above 0, such as [0.5,1,2]; [] tries none."
     if config.sizes != sorted(set(config.sizes)) or any(size < 1 for size in config.sizes):
         yield f"arena.sizes={config.sizes} must hold different numbers of layers above 0, the smallest first."
     if not 0 <= config.rules.first_seed <= MOST_SEEDS - config.seeds:

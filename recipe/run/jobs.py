@@ -23,7 +23,7 @@ CONSOLE = "console.log"
 # The backslashes with which Hydra writes the special characters of a swept value.
 ESCAPES = re.compile(r"\\([\\()\[\]{}:=, \t])")
 # Overrides that the launcher adds to a job's; the run records them too.
-LAUNCHER_OVERRIDES = ("resume", "tracking.wandb.group")
+LAUNCHER_OVERRIDES = ("resume", "tracking.group")
 
 
 class SweepError(UserError, RuntimeError):

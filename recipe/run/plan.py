@@ -134,10 +134,10 @@ def new_plan(
 ) -> Plan:
     """The plan of an arena that starts now.
 
-    composed  the configuration of each arm: the factors of arena.rules.lr multiply its optimizer.lr
+    composed  the configuration of each arm: the factors of arena.lr multiply its optimizer.lr
     """
     base_lr = {arm: float(cfg.optimizer.lr) for arm, cfg in composed.items()}
-    factors = sorted(config.rules.lr)
+    factors = sorted(config.lr)
     if config.sizes:
         base_lr = {arm: rate_at(lr, composed[arm].model.n_layers, config.sizes[0]) for arm, lr in base_lr.items()}
         factors = factors or [1.0]  # the rate depends on the size

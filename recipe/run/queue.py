@@ -230,11 +230,11 @@ class Queue:
         """The job's process, which writes to console.log."""
         hydra = [line for line in self.cfg.hydra.overrides.hydra if not line.startswith(SWEEP_OVERRIDES)]
         hydra += ["hydra.mode=RUN", f"hydra.run.dir={quoted(str(job.folder))}"]
-        added = ["resume=auto", f"tracking.wandb.group={quoted(self.group())}"]
+        added = ["resume=auto", f"tracking.group={quoted(self.group())}"]
         job.folder.mkdir(parents=True, exist_ok=True)
         with (job.folder / CONSOLE).open("ab") as console:
             return subprocess.Popen(
-                [sys.executable, sys.argv[0], *without(job.overrides, ["tracking.wandb.group"]), *hydra, *added],
+                [sys.executable, sys.argv[0], *without(job.overrides, ["tracking.group"]), *hydra, *added],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
@@ -250,9 +250,9 @@ class Queue:
         return {"OMP_NUM_THREADS": str(self.threads), **os.environ, **gpu}
 
     def group(self) -> str:
-        """The W&B group that the runs share: tracking.wandb.group, or the experiment and when the sweep was started."""
+        """The W&B group that the runs share: tracking.group, or the experiment and when the sweep was started."""
         experiment = self.cfg.hydra.runtime.choices.get("experiment") or "sweep"
-        return self.cfg.tracking.wandb.group or "-".join([experiment, *Path(self.cfg.hydra.sweep.dir).parts[-2:]])
+        return self.cfg.tracking.group or "-".join([experiment, *Path(self.cfg.hydra.sweep.dir).parts[-2:]])
 
 
 def chosen_devices(gpus: str | None, jobs: int = 1) -> list[str | None]:

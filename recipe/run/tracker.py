@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib.util
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -54,27 +54,17 @@ class TrackingMode(Enum):
 
 
 @dataclass
-class WandbConfig:
-    """The option `tracking.wandb`.
-
-    project  of the run
-    group    which the runs of a sweep share
-    """
-
-    project: str = "gpt-attention"
-    group: str | None = None
-
-
-@dataclass
 class TrackingConfig:
     """The options under `tracking.*`.
 
-    mode   where metrics go besides the run folder
-    wandb  the place in W&B
+    mode     where metrics go besides the run folder
+    project  in W&B
+    group    in W&B, which the runs of a sweep share
     """
 
     mode: TrackingMode = TrackingMode.offline
-    wandb: WandbConfig = field(default_factory=WandbConfig)
+    project: str = "gpt-attention"
+    group: str | None = None
 
 
 def tracking_mistakes(config: TrackingConfig) -> Iterator[str]:
@@ -220,7 +210,8 @@ def start_wandb(run_folder: Path, config: TrackingConfig, run_config: Mapping[st
         run_folder,
         {
             "mode": config.mode.value,
-            **vars(config.wandb),
+            "project": config.project,
+            "group": config.group,
             "name": name_of(run_folder),
             "tags": [str(part)[:LONGEST_TAG] for part in dict.fromkeys(parts)],
             "id": read_text(path),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,29 +50,19 @@ class OptimizerConfig:
 
 
 @dataclass
-class Decay:
-    """The option `schedule.decay`.
-
-    to        the last learning rate, as a fraction of its peak (cosine, wsd)
-    fraction  of all steps, for the final decay (wsd)
-    """
-
-    to: float = 0.1
-    fraction: float = 0.2
-
-
-@dataclass
 class ScheduleConfig:
     """The options under `schedule.*`.
 
-    name          cosine, wsd (warmup-stable-decay) or constant
-    warmup_steps  steps of linear growth from (almost) zero; auto: a tenth of all steps, 100 at most
-    decay         how the learning rate falls
+    name            cosine, wsd (warmup-stable-decay) or constant
+    warmup_steps    steps of linear growth from (almost) zero; auto: a tenth of all steps, 100 at most
+    min_lr_ratio    final learning rate as a fraction of its peak (cosine, wsd)
+    decay_fraction  fraction of all steps used by the final decay (wsd)
     """
 
     name: str = "cosine"
     warmup_steps: int | str = AUTO
-    decay: Decay = field(default_factory=Decay)
+    min_lr_ratio: float = 0.1
+    decay_fraction: float = 0.2
 
     def warmup(self, steps: int) -> int:
         """The number of warm-up steps in a run of `steps`."""
@@ -80,17 +70,17 @@ class ScheduleConfig:
 
 
 def cosine(step: int, steps: int, config: ScheduleConfig) -> float:
-    """Half a cosine from 1 down to decay.to: Loshchilov and Hutter 2017, "SGDR", eq. 5, without restarts."""
+    """Half a cosine from 1 down to min_lr_ratio: Loshchilov and Hutter 2017, "SGDR", eq. 5, without restarts."""
     warmup = config.warmup(steps)
     progress = (step - warmup) / max(steps - warmup, 1)
-    return config.decay.to + (1 - config.decay.to) * (1 + math.cos(math.pi * progress)) / 2
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def wsd(step: int, steps: int, config: ScheduleConfig) -> float:
     """1, then down over the last steps as 1 - sqrt: Hägele et al. 2024, "Scaling Laws ... Beyond Fixed Training"."""
-    decay_steps = config.decay.fraction * steps
+    decay_steps = config.decay_fraction * steps
     progress = max(step - (steps - decay_steps), 0) / max(decay_steps, 1)
-    return config.decay.to + (1 - config.decay.to) * (1 - math.sqrt(progress))
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 - math.sqrt(progress))
 
 
 def constant(step: int, steps: int, config: ScheduleConfig) -> float:
@@ -329,6 +319,6 @@ def optimizer_mistakes(config: OptimizerConfig, schedule: ScheduleConfig, steps:
             f"schedule.warmup_steps={schedule.warmup_steps} must lie between 0 and training.steps={steps}; "
             f"use schedule.warmup_steps={AUTO}."
         )
-    for name, value in vars(schedule.decay).items():
-        if not 0 <= value <= 1:
-            yield f"schedule.decay.{name}={value} must lie between 0 and 1."
+    for name in ("min_lr_ratio", "decay_fraction"):
+        if not 0 <= getattr(schedule, name) <= 1:
+            yield f"schedule.{name}={getattr(schedule, name)} must lie between 0 and 1."

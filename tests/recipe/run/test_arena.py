@@ -111,5 +111,5 @@ def test_no_learning_rate_is_chosen_where_a_run_has_no_result(start) -> None:
 
 
 def test_without_factors_the_arms_keep_their_learning_rates(start) -> None:
-    ((_, _, jobs),) = start("arena.seeds=2", "arena.rules.lr=[]").launched
+    ((_, _, jobs),) = start("arena.seeds=2", "arena.lr=[]").launched
     assert not any("optimizer.lr" in job for job in jobs)

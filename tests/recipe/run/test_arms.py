@@ -55,8 +55,8 @@ def test_arms_that_cannot_be_read_are_named(text: str, sentence: str) -> None:
         ({"rules": Rules(margin=float("nan"))}, "arena.rules.margin=nan must lie above 0"),
         ({"rules": Rules(margin=5.0)}, "arena.rules.margin=5 must lie above 0 and below 1"),
         ({"rules": Rules(looks=0)}, "arena.rules.looks=0 must be at least 1."),
-        ({"rules": Rules(lr=[1.0, -2.0])}, "arena.rules.lr=[1.0, -2.0] must hold different factors above 0"),
-        ({"rules": Rules(lr=[1.0, 1.0])}, "arena.rules.lr=[1.0, 1.0] must hold different factors above 0"),
+        ({"lr": [1.0, -2.0]}, "arena.lr=[1.0, -2.0] must hold different factors above 0"),
+        ({"lr": [1.0, 1.0]}, "arena.lr=[1.0, 1.0] must hold different factors above 0"),
         ({"rules": Rules(first_seed=-1)}, "arena.rules.first_seed=-1 must lie between 0 and"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,9 @@ COMPOSED = OmegaConf.create(
 )
 
 
-def plan(seeds: int = 3, sizes: Sequence[int] = (), **rules: Any) -> Plan:
-    config = ArenaConfig(seeds=seeds, sizes=list(sizes), rules=Rules(**{"lr": [2.0, 0.5, 1.0]} | rules))
+def plan(**options) -> Plan:
+    settings: dict[str, Any] = {"seeds": 3, "lr": [2.0, 0.5, 1.0]} | options
+    config = ArenaConfig(**settings)
     return new_plan(config, ARMS, ["experiment=arena"], ["experiment=arena"], dict.fromkeys(ARMS, COMPOSED), "abc")
 
 
@@ -87,8 +87,8 @@ def test_more_seeds_are_a_look_and_the_same_seeds_are_none() -> None:
     ("options", "sentence"),
     [
         ({"seeds": 2}, r"arena\.seeds=2 is fewer than the 3"),
-        ({"margin": 0.01}, r"its margin is 0\.005 instead of 0\.01"),
-        ({"looks": 1}, "its looks is 2 instead of 1"),
+        ({"rules": Rules(margin=0.01)}, r"its margin is 0\.005 instead of 0\.01"),
+        ({"rules": Rules(looks=1)}, "its looks is 2 instead of 1"),
         ({"lr": [1.0]}, "its lr is"),
     ],
 )

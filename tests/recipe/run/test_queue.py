@@ -97,7 +97,7 @@ def sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                     "overrides": {"hydra": ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", "hydra.verbose=true"]},
                     "runtime": {"choices": {"experiment": "wall"}},
                 },
-                "tracking": {"wandb": {"group": None}},
+                "tracking": {"group": None},
             }
         )
         queue = Queue(config)
@@ -125,7 +125,7 @@ def test_each_job_is_a_process_with_its_overrides_folder_and_the_sweeps_group(sw
             "hydra.mode=RUN",
             f"hydra.run.dir='multirun/2026-11-20/10-00-00/{number}'",
             "resume=auto",
-            "tracking.wandb.group='wall-2026-11-20-10-00-00'",
+            "tracking.group='wall-2026-11-20-10-00-00'",
         ]
 
 

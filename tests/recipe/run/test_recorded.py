@@ -54,11 +54,11 @@ HOSTILE = [
     "+experiment=/tmp/evil",
     "score.layers=[{_target_:os.getpid}]",
     "+attention._target_=os.getpid",
-    "tracking.wandb.group=${oc.env:HOME}",
-    "tracking.wandb.group='a ${oc.env:HOME}'",
+    "tracking.group=${oc.env:HOME}",
+    "tracking.group='a ${oc.env:HOME}'",
     "data.path=${now:%Y}",
     "seed=${hydra:job.num}",
-    "tracking.wandb.group=${hydra.runtime.cwd}",
+    "tracking.group=${hydra.runtime.cwd}",
     "seq_len=${divide:${oc.env:SHLVL},2}",
     "seed=1,2",
     "seed=range(1,1000000000000)",
@@ -106,7 +106,7 @@ def test_recorded_overrides_that_are_no_list_of_lines_are_refused(run: Path, con
 def test_every_option_and_every_file_of_conf_may_be_recorded(run: Path) -> None:
     lines = [
         "experiment=context_length", "+attention=tiled", "attention.block_q=32", "optimizer.betas=[0.8,0.9]",
-        "optimizer.lr=1e-3", "data.path='my notes.txt'", 'tracking.wandb.group="a=b, c"', "experiment=null",
+        "optimizer.lr=1e-3", "data.path='my notes.txt'", 'tracking.group="a=b, c"', "experiment=null",
         "score.layers=[{window:8},{sinks:true}]", "training.batch_size='${divide:${training.batch_tokens},${seq_len}}'",
         "schedule.warmup_steps='${min:10,${training.steps}}'", "resume=auto", "init_from=null",
     ]  # fmt: skip
@@ -117,10 +117,10 @@ def test_every_option_and_every_file_of_conf_may_be_recorded(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("data.cache", "${oc.env:HOME}"),
+        ("tracking.group", "${oc.env:HOME}"),
         ("data.path", "${oc.decode:'1'}"),
         ("seed", "${hydra:job.num}"),
-        ("data.cache", "${data.hub}${data.hub}"),
+        ("tracking.group", "${data.hub}${data.hub}"),
         ("seed", "${_target_}"),
         ("score.layers", [{"window": "${oc.env:SHLVL}"}, {}]),
     ],
@@ -184,7 +184,7 @@ def test_compare_notes_what_it_does_not_read(run: Path) -> None:
 def test_a_configuration_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     overrides = ["experiment=context_length", "optimizer.betas=[0.8,0.9]", "score.layers=[{window:8},{}]"]
     config = compose.to_config(
-        compose.composed([*overrides, "seq_len=64", "tracking.wandb.group='déjà: vu'", "optimizer.lr=1e-5"])
+        compose.composed([*overrides, "seq_len=64", "tracking.group='déjà: vu'", "optimizer.lr=1e-5"])
     )
     write_recorded(tmp_path, as_plain(config), overrides)
     assert as_plain(read_config(tmp_path)) == as_plain(config)

@@ -16,7 +16,7 @@ import pytest
 from recipe.run import process
 from recipe.run import tracker as tracking
 from recipe.run.jobs import Job, write_manifest
-from recipe.run.tracker import Tracker, TrackingConfig, TrackingMode, WandbConfig
+from recipe.run.tracker import Tracker, TrackingConfig, TrackingMode
 
 ROOT = Path(__file__).parents[3]
 
@@ -72,7 +72,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def track(folder: Path, resume_step: int | None = None, mode: TrackingMode = TrackingMode.offline) -> Tracker:
-    config = TrackingConfig(mode, WandbConfig("p", "g"))
+    config = TrackingConfig(mode=mode, project="p", group="g")
     return Tracker(folder, config, run_config={"seed": 1}, steps=4, resume_step=resume_step, environment={"git": "c"})
 
 
@@ -99,7 +99,7 @@ def test_wandb_holds_what_the_run_folder_holds(tmp_path: Path, wandb: StandIn, c
     assert capsys.readouterr().out.splitlines()[-1].split() == ["W&B", "wandb", "sync", str(Path(wandb.dir).parent)]
 
     (run / "summary.json").write_text(json.dumps(summary | {"eval": {"quiz": {"acc": 0.5}}}))
-    assert not tracking.send_again(run, TrackingConfig(wandb=WandbConfig("p", "g")))
+    assert not tracking.send_again(run, TrackingConfig(mode=TrackingMode.offline, project="p", group="g"))
     assert wandb.of("init")[1] == options, "the same run"
     assert [step for step, _ in wandb.of("log")] == [0, 2, 2] * 2, "an offline folder is complete by itself"
     assert wandb.summary["summary"]["eval"] == {"quiz": {"acc": 0.5}}

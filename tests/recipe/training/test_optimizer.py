@@ -28,7 +28,6 @@ from recipe.training.device import Precision
 from recipe.training.optimizer import (
     OPTIMIZERS,
     STACKED,
-    Decay,
     OptimizerConfig,
     OptimizerError,
     ScheduleConfig,
@@ -85,11 +84,11 @@ def test_cosine_is_torchs_annealing_after_the_warm_up() -> None:
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         annealing.step()
-    assert rates(ScheduleConfig(warmup_steps=100, decay=Decay(to=0.1)))[100:] == pytest.approx(expected)
+    assert rates(ScheduleConfig(warmup_steps=100, min_lr_ratio=0.1))[100:] == pytest.approx(expected)
 
 
 def test_wsd_holds_the_peak_and_gives_it_up_over_the_last_fraction() -> None:
-    lr = rates(ScheduleConfig(name="wsd", warmup_steps=100, decay=Decay(to=0.2, fraction=0.25)))
+    lr = rates(ScheduleConfig(name="wsd", warmup_steps=100, min_lr_ratio=0.2, decay_fraction=0.25))
     assert lr[100:751] == [PEAK] * 651
     assert lr[800] == pytest.approx(PEAK * (0.2 + 0.8 * (1 - math.sqrt(50 / 250))))
     assert lr[1000] == pytest.approx(0.2 * PEAK)
