@@ -33,7 +33,6 @@ class Judged(NamedTuple):
 
     verdict: Verdict | None
     refusal: str
-    seconds: float
     unjudged: int
 
 
@@ -50,12 +49,9 @@ class Crash(NamedTuple):
 
 
 class Accuracy:
-    """The calls of all cases as jobs, and the lines of the report that follow from their results.
+    """The calls of all cases as jobs, and the lines of the report that follow from their results."""
 
-    workers  the number of processes that run the jobs
-    """
-
-    def __init__(self, session: Session, workers: int) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
         reference = session.subject.reference
         self.section = f"{SECTION} {reference.name if reference else 'fp64'}"
@@ -65,7 +61,7 @@ class Accuracy:
             for name, cases in groups(session.seed).items()
             if reference is not None or session.subject.exact
         }
-        self.plan = Plan(self.groups, session.dtypes, session.seed, one_of, workers)
+        self.plan = Plan(self.groups, session.dtypes, session.seed, one_of)
         self.worst: dict[str, tuple[Case, Verdict]] = {}
         self.failed: dict[str, int] = Counter()
         self.unjudged: dict[str, int] = Counter()
@@ -75,8 +71,8 @@ class Accuracy:
 
     def jobs(self) -> Iterator[Job]:
         """The cases, until the time is up."""
-        while (planned := self.plan.take(self.session.deadline - time.monotonic())) is not None:
-            yield partial(judged_call, planned=planned)
+        while self.plan.todo and not self.session.out_of_time():
+            yield partial(judged_call, planned=self.plan.todo.pop(0))
 
     def done(self, job: Job, result: Judged | Ended) -> None:
         """Record the result of a job."""
@@ -88,7 +84,7 @@ class Accuracy:
             else:
                 self.plan.todo.append(planned)
             return
-        self.plan.measured(planned, result.seconds)
+        self.plan.tried.append(planned)
         if result.refusal:
             self.refused[group].append(result.refusal)
             return
@@ -181,13 +177,11 @@ class Accuracy:
 
 def judged_call(session: Session, planned: Planned) -> Judged:
     """The verdict on the worst result of a call."""
-    started, verdict, refusal, unjudged = time.monotonic(), None, "", 0
     try:
         judged = verdicts(session.subject, planned.case, session.device, session.gradients)
-        verdict, unjudged = max(judged, key=lambda verdict: verdict.share), sum(v.unjudged for v in judged)
     except Refused as error:
-        refusal = str(error)
-    return Judged(verdict, refusal, time.monotonic() - started, unjudged)
+        return Judged(None, str(error), 0)
+    return Judged(max(judged, key=lambda verdict: verdict.share), "", sum(v.unjudged for v in judged))
 
 
 def smallest_failure(session: Session, case: Case, verdict: Verdict, way: Way = USUAL) -> Failure:

@@ -262,36 +262,6 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     return bool(((a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()).all())
 
 
-def batch(session: Session) -> Line:
-    """A sequence gives the same results alone and in a batch."""
-    subject, calls, wrong, bitwise, share = session.subject, 0, list[Failure](), True, 0.0
-    for dtype in session.timely(session.dtypes):
-        case = session.case(97, dtype=dtype, B=4)
-        inputs, one = draw(case, session.device), replace(case, B=1)
-        try:
-            with session.all_threads():
-                together = results(subject, case, inputs, session.gradients)
-            for b in range(case.B):
-                one_row = slice(b, b + 1)
-                alone = inputs.changed(**{name: getattr(inputs, name)[one_row] for name in ("q", "k", "v", "do")})
-                with session.all_threads():
-                    got = results(subject, one, alone, session.gradients)
-                calls += 1
-                equal = all(x is None or same(x[one_row], got[name]) for name, x in together.items())
-                bitwise &= equal
-                if not equal:  # another order of sums is no fault
-                    parts = {name: None if x is None else x[one_row] for name, x in together.items()}
-                    found = (*judged(subject, one, alone, parts), *judged(subject, one, alone, got))
-                    worst = max(found, key=lambda v: v.share)
-                    share = max(share, worst.share)
-                    if not worst.passes:
-                        wrong.append(Failure(f"{worst.name} of sequence {b} alone or in a batch is wrong", case))
-        except Refused:
-            continue
-    fine = "bit for bit" if bitwise else f"within rounding ({share:.2f} of what it explains), not bit for bit"
-    return line(session, "alone and in a batch", calls, wrong, f"the same {fine}")
-
-
 def evaluation(session: Session) -> Line:
     """A call without gradients gives the same output as one with gradients."""
     subject, calls, wrong, bitwise = session.subject, 0, list[Wrong](), True
@@ -395,7 +365,6 @@ CHECKS = {
     "hidden keys": leaks,
     "NaN and infinity": not_finite,
     "the same again": repeats,
-    "alone and in a batch": batch,
     "without gradients": evaluation,
     "some gradients": some_gradients,
     "autocast": autocast,

@@ -88,7 +88,7 @@ def check(
                 session.multiple = result
 
         runner.run(iter([partial(multiple_of, name="lengths")]), multiple_found, time.monotonic() + LENGTHS_S)
-        parts, accuracy = Parts(session, runner.number), Accuracy(session, runner.number)
+        parts, accuracy = Parts(session, runner.number), Accuracy(session)
 
         def done(job: Job, result: Any) -> None:
             session.progress(job.keywords.get("name", "accuracy"), accuracy.share())

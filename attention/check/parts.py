@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from . import behaviour, dropout, gpu, system
+from . import behaviour, dropout, system
 from .cases import Case
 from .run import Line, Session, failed
 from .workers import Ended, Job
@@ -29,7 +30,6 @@ PARTS = {
         (behaviour.SECTION, behaviour.CHECKS),
         (dropout.SECTION, {"dropout": dropout.dropout}),
         (system.SECTION, system.CHECKS),
-        (gpu.SECTION, gpu.CHECKS),
     )
     for name, run in checks.items()
 }
@@ -73,7 +73,7 @@ class Parts:
 
 def run_part(session: Session, name: str, deadline: float) -> list[Line]:
     """The lines of a part. Its last call starts before the deadline."""
-    session.deadline = deadline
+    session = replace(session, deadline=deadline)
     session.progress(name, 0.0)
     if name in OF_SOFTMAX and session.subject.standard() is not None:
         return [Line(PARTS[name].section, name, "skip", "judges softmax attention alone")]

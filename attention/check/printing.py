@@ -157,6 +157,7 @@ def unseen(
     short = [line.name for line in lines if "no time" in line.detail]
     if short:
         sentences.append(f"Some cases of {', '.join(short)}: the time was up; more --seconds check them.")
-    if any(line.section == "on a GPU" and line.status == "skip" for line in lines):
-        sentences.append("Races, CUDA graphs and streams: this check ran without a GPU.")
-    return [*sentences, "Tensors of more than 2^31 elements; mask functions and block masks of one's own."]
+    if any(line.name == "CUDA graph" and "needs" in line.detail for line in lines):
+        sentences.append("Races and CUDA graphs: this check ran without a GPU.")
+    more = "Tensors of more than 2^31 elements; mask functions and block masks of one's own; calls on several streams."
+    return [*sentences, more]

@@ -1,8 +1,7 @@
-"""The implementation in torch: derivatives in fp64, memory, custom operators, compilation."""
+"""The implementation in torch: derivatives in fp64, memory, compilation, CUDA graphs."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from dataclasses import replace
@@ -10,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from .behaviour import same
 from .calls import results_of
 from .cases import Case, draw
 from .memory import AllocationMeter
@@ -20,9 +19,7 @@ from .results import Refused, judged, results, short
 from .run import Line, Session, failed
 
 SECTION = "in torch"
-BUILTIN = {"aten", "prims", "prim", "inductor", "higher_order", "profiler", "_c10d_functional", "cuda"}
 DOUBLING = (128, 256, 512, 1024)  # lengths
-LARGEST_MULTIPLE = 8  # of lengths, for gradcheck, which calls once for each number of q, k and v
 SLOW_S = 2.0  # no longer length is tried after a call that takes so many seconds
 
 
@@ -39,8 +36,6 @@ def derivatives(session: Session) -> Line:
         Case(T=6, S=6, D=4, alibi=True, sinks=True),
         Case(T=7, S=7, D=4, documents=(3, 4)),
     ]
-    if session.multiple > LARGEST_MULTIPLE:
-        return Line(SECTION, name, "skip", f"it takes no fewer than {session.multiple} tokens, too many for this")
     for case in session.timely(session.fitting(replace(case, dtype="fp64", seed=session.seed)) for case in cases):
         if not subject.supports(case):
             continue
@@ -107,86 +102,67 @@ def peak(session: Session, case: Case) -> int:
     return meter.peak
 
 
-class Recorder(torch.fx.Interpreter):
-    """Runs a graph, and records the arguments of the first call of each operator that is not part of torch."""
-
-    def __init__(self, graph: torch.fx.GraphModule, calls: dict[Any, tuple[Any, Any]]) -> None:
-        super().__init__(graph)
-        self.calls = calls
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(target, torch._ops.OpOverload) and target.namespace not in BUILTIN and target not in self.calls:
-            self.calls[target] = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-        return super().call_function(target, args, kwargs)
-
-
-def compiled_call(
-    session: Session, case: Case, calls: dict[Any, tuple[Any, Any]] | None = None
-) -> dict[str, Tensor | None]:
-    """The results of a case through torch.compile(fullgraph=True), which generates code on a GPU only.
-
-    calls  receives the custom operators of the graphs with their arguments; no code is generated then
-    """
-    # Imported here, because they import many modules.
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-
-    inputs = draw(case, session.device)
-
-    def recording(graph: torch.fx.GraphModule, _: Any) -> Any:
-        return make_boxed_func(lambda *args: Recorder(graph, {} if calls is None else calls).run(*args))
-
-    generated = session.device.type == "cuda" and calls is None
-    backend: Any = "inductor" if generated else aot_autograd(fw_compiler=recording, bw_compiler=recording)
-    torch._dynamo.reset()
-    compiled: Any = torch.compile(session.subject.prepared(case, inputs), fullgraph=True, backend=backend)
-    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
-    leaves = {"dq": q, "dk": k, "dv": v} if session.gradients else {}
-    return results_of(lambda: compiled(q, k, v), leaves, inputs.do)
-
-
 def compilation(session: Session) -> Line:
-    """A compiled call is one graph without breaks, with the same results."""
+    """A compiled call is one graph without breaks, with the same results. Code is generated on a GPU only."""
     case = session.case(65)
-    custom = bool(recorded(session))
+    inputs = draw(case, session.device)
+    leaves = {f"d{name}": getattr(inputs, name).detach() for name in "qkv"}
+    torch._dynamo.reset()
+    backend = "inductor" if session.device.type == "cuda" else "aot_eager"
+    call: Any = torch.compile(session.subject.prepared(case, inputs), fullgraph=True, backend=backend)
     try:
-        compiled = compiled_call(session, case)
-    except Exception as error:
-        what = f"torch.compile(fullgraph=True): {short(error)}"
-        if not custom:  # plain Python may use features that a graph lacks
-            return Line(SECTION, "compilation", "note", what, 1)
-        lines = calling(session.subject, case, session.device)
-        lines += ["torch.compile(attend, fullgraph=True, backend='aot_eager')(q, k, v)"]
-        return failed(SECTION, "compilation", what, case, "\n".join(lines))
-    worst = max(judged(session.subject, case, draw(case, session.device), compiled), key=lambda v: v.share)
+        compiled = results_of(lambda: call(*leaves.values()), leaves if session.gradients else {}, inputs.do)
+    except Exception as error:  # Python may use features that a graph lacks
+        return Line(SECTION, "compilation", "note", f"torch.compile(fullgraph=True): {short(error)}", 1)
+    worst = max(judged(session.subject, case, inputs, compiled), key=lambda v: v.share)
     if worst.passes:
         return Line(SECTION, "compilation", "ok", f"one graph, within rounding ({worst.share:.2f})", 1, worst.share)
     what = f"compiled, {worst.name} of {worst.place()} is {worst.error:.3g} off ({case.words()})"
     return failed(SECTION, "compilation", what, case, share=worst.share)
 
 
-def recorded(session: Session) -> dict[Any, tuple[Any, Any]]:
-    """The custom operators that a compiled call reaches, with their arguments."""
-    case = session.case(40, D=16, B=1)
-    calls: dict[Any, tuple[Any, Any]] = {}
-    with contextlib.suppress(Exception):  # a call that fails here has its own line
-        compiled_call(session, case, calls)
-    return calls
+def graph(session: Session) -> Line:
+    """A captured call, replayed with other values in the same tensors, gives the results of an ordinary call."""
+    name, subject = "CUDA graph", session.subject
+    if session.device.type != "cuda":
+        return Line(SECTION, name, "skip", "needs a CUDA GPU")
+    case = session.case(256, dtype=session.dtypes[-1], D=64, H_kv=4)  # in 16 bits, where the implementation takes them
+    inputs = draw(case, session.device)
+    other = draw(replace(case, seed=case.seed + 1), session.device).changed(do=inputs.do)
+    leaves = {f"d{name}": getattr(inputs, name).detach().clone() for name in "qkv"}
+    call = subject.prepared(case, inputs)
+
+    def both() -> dict[str, Tensor | None]:
+        return results_of(lambda: call(*leaves.values()), leaves if session.gradients else {}, inputs.do)
+
+    try:
+        expected = results(subject, case, other, session.gradients)
+        side = torch.cuda.Stream(session.device)
+        side.wait_stream(torch.cuda.current_stream(session.device))
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                both()
+        torch.cuda.current_stream(session.device).wait_stream(side)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            made = both()
+        with torch.no_grad():
+            for leaf, x in zip(leaves.values(), (other.q, other.k, other.v), strict=True):
+                leaf.copy_(x)
+        captured.replay()
+        torch.cuda.synchronize(session.device)
+    except Exception as error:
+        what = f"cannot be captured: {short(error)}"
+        lines = calling(subject, case, session.device)
+        lines += ["attend(q, k, v)", "with torch.cuda.graph(torch.cuda.CUDAGraph()):", "    attend(q, k, v)"]
+        return failed(SECTION, name, what, case, "\n".join(lines))
+    if all(same(x, expected[name]) for name, x in made.items()):
+        return Line(SECTION, name, "ok", "bit for bit", 1)
+    worst = max(judged(subject, case, other, made), key=lambda v: v.share)
+    if worst.passes:
+        return Line(SECTION, name, "ok", "within rounding, not bit for bit", 1, worst.share)
+    what = f"{worst.name} of {worst.place()} is {worst.error:.3g} off ({case.words()})"
+    return failed(SECTION, name, what, case, share=worst.share)
 
 
-def operators(session: Session) -> Line:
-    """torch.library.opcheck of each custom operator."""
-    calls = recorded(session)
-    if not calls:
-        return Line(SECTION, "operators", "skip", "no custom operator")
-    for operator, (args, kwargs) in calls.items():
-        try:
-            torch.library.opcheck(operator, args, kwargs)
-        except Exception as error:
-            what = f"opcheck of {operator}: {short(error)}"
-            return failed(SECTION, "operators", what, case=Case())
-    names = ", ".join(sorted({str(operator.overloadpacket) for operator in calls}))
-    return Line(SECTION, "operators", "ok", f"opcheck passes: {names}", len(calls))
-
-
-CHECKS = {"gradcheck": derivatives, "memory": memory, "compilation": compilation, "operators": operators}
+CHECKS = {"gradcheck": derivatives, "memory": memory, "compilation": compilation, "CUDA graph": graph}

@@ -5,11 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils._pytree import tree_map_only
 
 from attention import Attention
-from attention.check.system import Recorder
+
+BUILTIN = {"aten", "prims", "prim", "inductor", "higher_order", "profiler", "_c10d_functional", "cuda"}
+
+
+class Recorder(torch.fx.Interpreter):
+    """Runs a graph, and records the arguments of the first call of each operator that is not part of torch."""
+
+    def __init__(self, graph: torch.fx.GraphModule, calls: dict[Any, tuple[Any, Any]]) -> None:
+        super().__init__(graph)
+        self.calls = calls
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(target, torch._ops.OpOverload) and target.namespace not in BUILTIN and target not in self.calls:
+            self.calls[target] = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+        return super().call_function(target, args, kwargs)
 
 
 def compiled(attend: Attention, calls: dict[Any, tuple[Any, Any]]) -> Any:

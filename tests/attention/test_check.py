@@ -37,7 +37,7 @@ from attention.check.cli import check, main
 from attention.check.dropout import dropout
 from attention.check.grid import groups
 from attention.check.judge import Verdict
-from attention.check.plan import Plan, work
+from attention.check.plan import Plan
 from attention.check.printing import Report, text
 from attention.check.results import verdicts
 from attention.check.run import Line, Session, interpreting, prepare
@@ -487,15 +487,14 @@ def ends_its_process_at_65(q: Tensor, k: Tensor, v: Tensor, causal: bool = True)
 @pytest.mark.parametrize(("name", "n"), [("even", 2), ("blocks_of_128", 128)])
 def test_an_attention_for_some_lengths_is_judged_at_those(name: str, n: int, only):
     cases = {"lengths": [Case(T=128, S=128), Case(T=9, S=9)], "batch and heads": [Case(T=9, S=33), Case(T=31, S=31)]}
-    behaviour = ("hidden keys", "NaN and infinity", "the same again", "alone and in a batch", "without gradients")
+    behaviour = ("hidden keys", "NaN and infinity", "the same again", "without gradients")
     chosen = (*behaviour, "side effects", "gradcheck")
     only(cases, *chosen)
     report = check(find(f"tests.attention.test_check:{name}"), dtypes=["fp32"])
     calls = {line.name: (line.status, line.calls) for line in report.lines}
     assert calls["lengths"] == ("ok", 1)
     assert calls["batch and heads"] == ("ok", 2)
-    assert all(calls[name][0] == "ok" for name in chosen[:-1])
-    assert calls["gradcheck"][0] == ("ok" if n == 2 else "skip")
+    assert all(calls[name][0] == "ok" for name in chosen)
     assert f"Lengths that are no multiples of {n}: such calls were refused." in report.unseen
 
 
@@ -525,27 +524,19 @@ def test_an_output_that_the_next_call_overwrites_is_a_failure(only):
     assert side_effects.detail.startswith("a call overwrites out of the call before (fp32 B=2")
 
 
-def planned_in(seconds: float, slope: float, constant: float = 0.01) -> tuple[Plan, float]:
-    """A finished plan of all cases in three precisions, and its end, where calls take `constant + slope * work`."""
-    plan, now = Plan(groups(0), ("fp32", "bf16", "fp16"), 0), 0.0
-    while (planned := plan.take(seconds - now)) is not None:
-        now += (took := constant + slope * work(planned.case))
-        plan.measured(planned, took)
-    return plan, now
-
-
-def test_a_check_of_something_slow_tries_each_input_once_before_any_twice_and_names_sizes_that_it_left_out():
+def test_a_check_tries_each_input_once_before_any_twice_the_costly_ones_last_and_counts_what_it_left_out():
     every = {(group, case.seed) for group, cases in groups(0).items() for case in cases}
-    for slope, all_precisions in ((1e-9, True), (1e-7, False)):
-        plan, end = planned_in(240.0, slope)
-        assert end <= 240
-        assert {(x.group, x.case.seed) for x in plan.tried} == every
-        assert (len(plan.todo) == 0) == all_precisions
-    assert re.fullmatch(r"no time for \d+ more", plan.left_out("lengths"))
-    plan, _ = planned_in(240.0, 1.5e-7)
-    tried = {x.case.T for x in plan.tried if x.group == "lengths"}
-    assert tried == {case.T for case in groups(0)["lengths"]} - {769, 1025}
-    assert re.fullmatch(r"no time for \d+ more, so for none with T 769 or 1025", plan.left_out("lengths"))
+    plan = Plan(groups(0), ("fp32", "bf16", "fp16"), 0)
+    first = plan.todo[: len(every)]
+    assert {(x.group, x.case.seed) for x in first} == every
+    assert {x.case.T for x in first[-20:]} >= {769, 1025}
+    assert not {769, 1025} & {x.case.T for x in first[:-40]}
+    left = sum(x.group == "lengths" for x in plan.todo)
+    del plan.todo[0]
+    left -= first[0].group == "lengths"
+    assert plan.left_out("lengths") == f"no time for {left} more"
+    plan.todo.clear()
+    assert plan.left_out("lengths") == ""
 
 
 def softpick(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
@@ -577,13 +568,13 @@ unclaimed.exact = False  # type: ignore[attr-defined]
 
 def test_attention_that_claims_nothing_is_judged_on_its_behaviour(only):
     of_softmax = ("NaN and infinity", "without gradients", "autocast", "dropout")
-    chosen = (*of_softmax, "hidden keys", "the same again", "alone and in a batch", "gradcheck")
+    chosen = (*of_softmax, "hidden keys", "the same again", "gradcheck")
     only({}, *chosen, "side effects", "compilation")
     report = check(find(f"{__name__}:unclaimed"), dtypes=["fp32", "bf16"])
     status = {line.name: line.status for line in report.lines}
     assert {status.pop(name) for name in of_softmax} == {"skip"}
     assert set(status.values()) == {"ok"}, report.lines
-    assert "unclaimed, which does not claim to be softmax attention, is correct in all 6 checks" in report.headline()
+    assert "unclaimed, which does not claim to be softmax attention, is correct in all 5 checks" in report.headline()
 
 
 def test_another_function_is_compared_with_a_reference_and_its_failure_shown_at_the_first_wrong_row(only):
@@ -723,7 +714,7 @@ def test_an_attention_without_grouped_heads_is_checked_in_all_else(only):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
     subject = Subject("attend", "", "attend", attend, "plain", frozenset({"causal", "scale", "grouped", "top_left"}))
-    only([Case(T=9, S=9)], "hidden keys", "NaN and infinity", "alone and in a batch", "side effects", "gradcheck")
+    only([Case(T=9, S=9)], "hidden keys", "NaN and infinity", "side effects", "gradcheck")
     report = check(subject, dtypes=["fp32"])
     assert {line.status for line in report.lines} == {"ok"}
     assert "Fewer key/value heads than query heads: such a call was refused." in report.unseen
