@@ -28,7 +28,6 @@ from omegaconf import DictConfig, OmegaConf
 from data.feed import feed
 from data.prepare import prepare
 from data.tasks import TASKS, TaskData
-from model.linear import products_by
 from recipe import CONF
 from recipe.distributed.ranks import check_agreed, from_first_rank, joined
 from recipe.distributed.world import World
@@ -81,7 +80,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
         recorded = checkpoint and checkpoint.metadata.get("cpu_threads")
         threads = cpu.threads or recorded or from_first_rank(torch.get_num_threads)
         share = training.share(config.seq_len, world)
-        with computing_with(threads), products_by(cpu.products):
+        with computing_with(threads):
             task = TASKS.get(config.data.name)
             data = TaskData(task) if task else prepare(config.data, announce_wait=world.rank == 0)
             fed = feed(data, config.data, config.seq_len, share, config.seed, training.eval_batches, training.eval_span)

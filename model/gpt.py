@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.dropout import DropoutKey
@@ -29,7 +30,7 @@ from model.dropout import Mask, draw_masks, drop
 from model.embedding import lookup
 from model.further import Further, FurtherToken
 from model.fused_norm import can_fuse_stream
-from model.linear import Linear, linear
+from model.linear import Linear
 from model.loss import LossKind, capped, cross_entropy
 from model.mistakes import check_config, check_mixers
 from model.mlps import MLP
@@ -309,7 +310,7 @@ class GPT(nn.Module):
 
         head  a copy of the model's in another precision; None: the model's
         """
-        x = linear(hidden, self.head if head is None else head)[..., : self.vocab_size]
+        x = F.linear(hidden, self.head if head is None else head)[..., : self.vocab_size]
         return capped(x, self.config.logit_cap)
 
     def extend(

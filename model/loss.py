@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.gpu import HAS_TRITON
-from model.linear import linear
 
 IGNORE_INDEX = -100
 
@@ -68,7 +67,7 @@ def cross_entropy(
     if kind is LossKind.auto:
         kind = LossKind.chunked if hidden.is_cuda and vocab_size >= LARGE_VOCABULARY else LossKind.plain
     if kind is LossKind.plain:
-        logits = capped(linear(hidden, weight)[..., :vocab_size].float(), cap)
+        logits = capped(F.linear(hidden, weight)[..., :vocab_size].float(), cap)
         reduction = "mean" if count is None else "sum"
         loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
         return loss if count is None else loss / count

@@ -21,6 +21,8 @@ REMOVED: dict[str, str] = {
     "parallel.context_by": "leave it out: ranks exchange heads where these divide evenly, else keys",
     "parallel.timeout_s": "leave it out: a rank waits 10 minutes for another",
     "score.show": "leave it out: attention/flash/formula.py writes the code of a formula",
+    "training.cpu.products": "leave it out: linear layers take their products from torch",
+    "training.cpu_products": "leave it out: linear layers take their products from torch",
     "training.cuda_graph": "leave it out: a compiled step is replayed as a CUDA graph wherever it can be",
     "training.loss": "leave it out: a large vocabulary's loss is computed in chunks on a GPU",
     "training.memory_snapshot": "training.profile=true shows the steps; torch.cuda.memory records allocations",
@@ -44,6 +46,8 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "parallel.context_by": ("auto",),
     "parallel.timeout_s": (600.0,),
     "score.show": (False, True),
+    "training.cpu.products": ("blas",),
+    "training.cpu_products": ("blas",),  # its former name
     "training.cuda_graph": (True, False),
     "training.loss": ("auto", "chunked"),  # experiment=long_context had the latter, which auto takes there
     "training.memory_snapshot": (False, True),
@@ -60,7 +64,6 @@ MOVED = {
     "data.hub_subset": "data.hub_rows.subset",
     "data.hub_split": "data.hub_rows.split",
     "training.cpu_threads": "training.cpu.threads",
-    "training.cpu_products": "training.cpu.products",
     "training.cpu_memory_gib": "training.cpu.memory_gib",
 }
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
-
 from data.batches import GlobalBatch
-from model.linear import Products
 from model.options import Recompute
 from recipe.distributed.world import World
 from recipe.training.device import Precision
@@ -19,12 +16,10 @@ class CPUConfig:
     """The option `training.cpu`.
 
     threads     of each process; None: the resumed checkpoint's, else OMP_NUM_THREADS, else one for each core
-    products    the library of the linear layers' products in fp32: blas or onednn (docs/training-options.md)
     memory_gib  limit of the process's memory
     """
 
     threads: int | None = None
-    products: Products = Products.blas
     memory_gib: float | None = None
 
 
@@ -91,8 +86,6 @@ def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Ite
             yield f"training.{name}={getattr(config, name)} must be at least {least}."
     if config.cpu.threads is not None and config.cpu.threads < 1:
         yield f"training.cpu.threads={config.cpu.threads} must be at least 1, or null for the usual number."
-    if config.cpu.products is Products.onednn and not torch.backends.mkldnn.is_available():
-        yield "training.cpu.products=onednn is not part of this build of torch; use training.cpu.products=blas."
     if config.cpu.memory_gib is not None and not config.cpu.memory_gib > 0:
         yield f"training.cpu.memory_gib={config.cpu.memory_gib} must be above 0, or null for no limit."
     if not 0 <= config.ema < 1:
