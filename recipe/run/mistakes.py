@@ -24,7 +24,6 @@ from recipe.errors import refusals, sentence_of
 from recipe.run.build import attention_shape, one_document
 from recipe.run.config import Config
 from recipe.run.starting import Weights
-from recipe.run.tracker import tracking_mistakes
 from recipe.training.device import Precision, resolve_device, resolve_precision
 from recipe.training.optimizer import optimizer_mistakes
 from recipe.training.options import training_mistakes
@@ -53,7 +52,6 @@ def mistakes(config: Config, ranks: int | None = None, weights: Weights | None =
         yield "model.layers needs parallel.data=replicate and parallel.context=1; leave model.layers out, or set them."
     yield from training_mistakes(config.training, max(config.seq_len, 1), world)
     yield from optimizer_mistakes(config.optimizer, config.schedule, config.training.steps)
-    yield from tracking_mistakes(config.tracking)
     yield from probe_mistakes(config)
     yield from (of_data := list(data_mistakes(config.data)))
     if not of_data:

@@ -21,6 +21,8 @@ REMOVED: dict[str, str] = {
     "parallel.context_by": "leave it out: ranks exchange heads where these divide evenly, else keys",
     "parallel.timeout_s": "leave it out: a rank waits 10 minutes for another",
     "score.show": "leave it out: attention/flash/formula.py writes the code of a formula",
+    "tracking=tensorboard": "choose tracking=offline, which W&B records in the run folder; metrics.jsonl has every metric",
+    "tracking.mode=tensorboard": "choose tracking=offline, which W&B records in the run folder; metrics.jsonl has every metric",
     "training.cpu.products": "leave it out: linear layers take their products from torch",
     "training.cpu_products": "leave it out: linear layers take their products from torch",
     "training.cuda_graph": "leave it out: a compiled step is replayed as a CUDA graph wherever it can be",
@@ -46,6 +48,8 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "parallel.context_by": ("auto",),
     "parallel.timeout_s": (600.0,),
     "score.show": (False, True),
+    "tracking": ("tensorboard",),
+    "tracking.mode": ("tensorboard",),
     "training.cpu.products": ("blas",),
     "training.cpu_products": ("blas",),  # its former name
     "training.cuda_graph": (True, False),

@@ -1,4 +1,4 @@
-"""Records a run: metrics.jsonl, the progress line and W&B or TensorBoard; at the end summary.json and the loss curve.
+"""Records a run: metrics.jsonl, the progress line and W&B; at the end summary.json and the loss curve.
 
     tracker = Tracker(run_folder, config.tracking, run_config=as_plain_dicts, steps=2000, resume_step=None,
                       environment=environment(device))
@@ -13,9 +13,8 @@ later ones again.
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -24,7 +23,6 @@ from typing import Any
 
 from data.atomic import write_atomically
 from data.untrusted import read_text
-from recipe.files import to_json
 from recipe.run.jobs import read_manifest
 from recipe.run.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.run.progress import ProgressLine
@@ -32,7 +30,7 @@ from recipe.run.run_folder import read_summary
 from recipe.run.summary import ENVIRONMENT, draw_loss_curve, write_summary
 from recipe.run.wandb_thread import WandbThread
 
-__all__ = ["Tracker", "TrackingConfig", "TrackingError", "TrackingMode", "tracking_mistakes"]
+__all__ = ["Tracker", "TrackingConfig", "TrackingError", "TrackingMode"]
 
 # The longest wait for W&B at the end of a run, when an upload takes longer than writing a file.
 SECONDS_TO_FINISH = {"online": 60.0, "offline": 30.0}
@@ -45,12 +43,7 @@ class TrackingMode(Enum):
 
     online = "online"  # on W&B's server
     offline = "offline"  # by W&B in the run folder; `wandb sync` uploads it
-    tensorboard = "tensorboard"  # in the run folder, for TensorBoard
     disabled = "disabled"  # nowhere
-
-    @property
-    def by_wandb(self) -> bool:
-        return self in (TrackingMode.online, TrackingMode.offline)
 
 
 @dataclass
@@ -65,35 +58,6 @@ class TrackingConfig:
     mode: TrackingMode = TrackingMode.offline
     project: str = "gpt-attention"
     group: str | None = None
-
-
-def tracking_mistakes(config: TrackingConfig) -> Iterator[str]:
-    """A sentence where the mode is not installed."""
-    if config.mode is TrackingMode.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        yield "tracking=tensorboard needs TensorBoard; install it with: pip install -e '.[tensorboard]'"
-
-
-class Board:
-    """Event files in `<run folder>/tensorboard`."""
-
-    def __init__(self, run_folder: Path, run_config: Mapping[str, Any], resume_step: int | None) -> None:
-        """resume_step  events of later steps are purged; None: all of them, which a killed run may have left"""
-        from torch.utils.tensorboard import SummaryWriter  # not every installation has tensorboard
-
-        purged = 0 if resume_step is None else resume_step + 1
-        self.writer = SummaryWriter(str(run_folder / "tensorboard"), purge_step=purged)
-        if resume_step is None:
-            self.writer.add_text("config", f"```json\n{to_json(run_config, indent=2)}\n```")
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the metrics that are numbers."""
-        for name, value in metrics.items():
-            if isinstance(value, int | float):
-                self.writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Write what is buffered; safe to call twice."""
-        self.writer.close()
 
 
 class Tracker:
@@ -126,12 +90,9 @@ class Tracker:
         if self.metrics.warning is not None:
             self.print(f"warning: {self.metrics.warning}")
         self.wandb: WandbThread | None = None
-        self.board: Board | None = None
         recorded = {**run_config, **(environment or {})}
-        if config.mode.by_wandb:
+        if config.mode is not TrackingMode.disabled:
             self.wandb = start_wandb(run_folder, config, recorded)
-        if config.mode is TrackingMode.tensorboard:
-            self.board = Board(run_folder, recorded, resume_step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record `metrics` after `step` updates: numbers, or words where the name says so.
@@ -140,8 +101,6 @@ class Tracker:
         """
         self.metrics.append(step, metrics)
         self.progress.update(step, metrics)
-        if self.board is not None:
-            self.board.log(step, metrics)
         if self.wandb is not None:
             self.wandb.log(step, metrics)
         self._warn()
@@ -178,8 +137,6 @@ class Tracker:
     ) -> None:
         self.progress.close()
         self.metrics.close()
-        if self.board is not None:
-            self.board.close()
         if self.wandb is not None:
             self.wandb.end(False, SECONDS_TO_LEAVE)
             self._warn()
@@ -193,8 +150,6 @@ class Tracker:
         lines = {"run folder": self.run_folder, "metrics": "metrics.jsonl, summary.json", "loss curve": "loss.png"}
         if self.wandb is not None and self.wandb.location is not None:
             lines["W&B"] = self.wandb.location if self.wandb.online else f"wandb sync {self.wandb.location}"
-        if self.board is not None:
-            lines["TensorBoard"] = f"tensorboard --logdir {self.run_folder}"
         for label, value in lines.items():
             self.print(f"{label:<12}{value}")
 
@@ -223,7 +178,7 @@ def start_wandb(run_folder: Path, config: TrackingConfig, run_config: Mapping[st
 
 def send_again(run_folder: Path, config: TrackingConfig) -> list[str]:
     """Send the entries that summary.json has gained since the run ended to W&B. Returns warnings, a sentence each."""
-    if not config.mode.by_wandb:
+    if config.mode is TrackingMode.disabled:
         return []
     summary = read_summary(run_folder)
     recorded = {name: summary[name] for name in ENVIRONMENT if name in summary}
