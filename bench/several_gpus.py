@@ -45,15 +45,14 @@ def cases(gpus: int) -> list[Row]:
     eager.append("training.compile=false")
     long = ["experiment=long_context", "attention=flash", "training.recompute=around_attention", "training.steps=5"]
     copies = {data: [f"parallel.data={data}"] for data in ("replicate", "shard")}
-    orders = {"exact": [], "any order": ["parallel.exact=false"]}
     of_kinds: dict[str, tuple[list[str], dict[str, list[str]]]] = {
-        "speed": (overrides("flash", "32x1024", 0.1, 60), orders),
+        "speed": (overrides("flash", "32x1024", 0.1, 60), {"exact": []}),
         "bits": (bits, copies),
         "eager": (eager, copies),
         "muon": ([*eager, "optimizer=muon"], copies),
         "xl": (
             [*overrides("flash", "16x1024", 0.0, 20, model="gpt2-xl"), "parallel.data=shard"],
-            orders | {"exact, gathered once": ["parallel.reshard_after_forward=false"]},
+            {"exact": [], "exact, gathered once": ["parallel.reshard_after_forward=false"]},
         ),
     }
     for kind, length in {"quarter": LONGEST // 4, "half": LONGEST // 2, "million": LONGEST}.items():

@@ -4,10 +4,10 @@ Floating-point sums depend on their order. A step of n micro-batches adds its gr
 
     ((g0 + g1) + (g2 + g3)) + ((g4 + g5) + (g6 + g7)) + ...
 
-With W ranks, a power of two, micro-batch m of rank r is leaf m W + r. The ranks' gradients of one micro-step are then a
-subtree, which the ranks add together, and the sums of the micro-steps go up the tree like the carries of a binary
+With W ranks micro-batch m of rank r is leaf m W + r. Where W is a power of two, the ranks' gradients of one micro-step
+are a subtree, which the ranks add together, and the sums of the micro-steps go up the tree like the carries of a binary
 counter. So 1, 2 and 4 ranks give the same bits. The communication library adds in another order. It adds most sums of
-two terms, which have only one order, and with `parallel.exact=false` all, unless the tree is faster (sharing.py).
+two terms, which have only one order.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Exchange(ABC):
         return self.norm()
 
 
-class AnyOrder(Exchange):
-    """The sum in the order of autograd and the communication library: the tree's, if there are two terms."""
+class TwoTerms(Exchange):
+    """The sum of one or two terms, which has one order: autograd adds them, or the communication library."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
         """ranks  number of ranks with different gradients; 1: nothing is exchanged"""
         self.parameters, self.ranks = [p for p in parameters if p.requires_grad], ranks
-        self.norm = Norm(parameters, exact=False)
+        self.norm = Norm(parameters)
 
     def collect(self) -> None:
         if self.ranks > 1:
@@ -69,7 +69,7 @@ class FixedTree(Exchange):
     """The sum in the order of the module's docstring."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
-        """ranks  number of ranks with different gradients, a power of two; 1: this process has all gradients"""
+        """ranks  number of ranks with different gradients; 1: this process has all gradients"""
         self.flat, self.ranks = FlatGradients(parameters, ranks), ranks
         self.carries, self.norm = Counter(), Norm(parameters)
 

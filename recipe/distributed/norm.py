@@ -47,8 +47,7 @@ def pieces(shape: torch.Size) -> int:
 class Norm:
     """The Euclidean norm of the gradients of some parameters together: whole, or of the rows that this rank has."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], exact: bool = True) -> None:
-        """exact  the same bits on any number of ranks; false: of sharded gradients one piece for each rank"""
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         mesh = next((p.device_mesh for p in self.parameters if isinstance(p, DTensor)), None)
         self.ranks, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
@@ -57,7 +56,7 @@ class Norm:
         self.count = 0
         for p in self.parameters:
             sharded = isinstance(p, DTensor) and p.placements[0].is_shard()
-            places = range(self.count, self.count + (pieces(p.shape) if exact or not sharded else self.ranks))
+            places = range(self.count, self.count + pieces(p.shape))
             self.count = places.stop
             if sharded and len(places) % self.ranks:
                 undivided[p] = places

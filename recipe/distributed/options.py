@@ -27,13 +27,11 @@ class ParallelConfig:
     data                   what a rank holds of the weights: all, or some rows (docs/several-gpus.md)
     reshard_after_forward  with shard: gather a block's weights again for its backward pass, in place of keeping them
     context                ranks that share the rows of every sequence; 1: each rank has whole sequences
-    exact                  add gradients in an order that does not depend on the number of ranks
     """
 
     data: DataParallel = DataParallel.replicate
     reshard_after_forward: bool = True
     context: int = 1
-    exact: bool = True
 
 
 def check_parallel(config: ParallelConfig, ranks: int) -> None:
@@ -42,19 +40,10 @@ def check_parallel(config: ParallelConfig, ranks: int) -> None:
         raise ParallelError(f"parallel.context={config.context} must be at least 1, which leaves every sequence whole.")
     if ranks % config.context:
         fitting = max(n for n in range(1, min(config.context, ranks) + 1) if ranks % n == 0)
-        with_these, with_others = (
-            "" if not config.exact or _is_power_of_two(n) else " and set parallel.exact=false"
-            for n in (ranks, config.context)
-        )
         raise ParallelError(
             f"parallel.context={config.context} must divide the number of ranks, {ranks}; use "
-            f"parallel.context={fitting}{with_these}, or start {config.context} ranks with torchrun --nproc-per-node "
-            f"{config.context}{with_others}."
-        )
-    if config.exact and not _is_power_of_two(ranks):
-        raise ParallelError(
-            f"{ranks} ranks cannot add gradients in the order of one rank (parallel.exact=true); start "
-            f"{2 ** (ranks.bit_length() - 1)} or {2 ** ranks.bit_length()} ranks, or set parallel.exact=false."
+            f"parallel.context={fitting}, or start {config.context} ranks with torchrun --nproc-per-node "
+            f"{config.context}."
         )
     if config.data is DataParallel.replicate and not config.reshard_after_forward:
         raise ParallelError(
@@ -74,7 +63,3 @@ def check_context(config: ParallelConfig, seq_len: int, n_heads: int, n_kv_heads
             f"seq_len={seq_len} cannot be shared by parallel.context={config.context} ranks; "
             f"use {' or '.join(f'seq_len={n}' for n in near)}."
         )
-
-
-def _is_power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0

@@ -62,9 +62,7 @@ def sharded(model: GPT, device: torch.device, dtype: torch.dtype, config: Parall
     whole, model = model, without_values(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     matrices = set(rounded_by_autocast(model))
-    # The library would add in the precision of the gradients; TreeReduceScatter adds in fp32.
-    summed_in = None if config.exact else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=summed_in, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
     # The backward pass begins with the parameters outside the blocks, so they are not dropped before it.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=matrices)
     for block in model.h:
@@ -80,8 +78,7 @@ def sharded(model: GPT, device: torch.device, dtype: torch.dtype, config: Parall
         # A micro-batch's loss is already its share of the step's loss.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if config.exact:
-            module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
     model.to_empty(device=device)
     fill(model, whole)
     return model

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from recipe.distributed.exchange import Counter, Exchange, FixedTree, add_pairwise, all_gather, reduce_scatter
+from recipe.distributed.exchange import Counter, Exchange, FixedTree, add_pairwise, all_gather
 from recipe.distributed.norm import Norm, divides, local
 
 
@@ -109,27 +109,6 @@ class SharedAdamW(torch.optim.AdamW):
         self.param_groups = groups
         for work in sent:
             work.wait()
-
-
-class SharedSum(Exchange):
-    """An exchange of gradients for SharedAdamW, in the order of autograd and the communication library: each rank
-    receives the sums of the rows that it updates."""
-
-    def __init__(self, optimizer: SharedAdamW) -> None:
-        self.optimizer, self.norm = optimizer, Norm(list(optimizer.shards.values()), exact=False)
-
-    def collect(self) -> None:
-        """Put the sums in `.grad` of the optimizer's parameters, and clear the model's."""
-        divides, rows, part = self.optimizer.divides, self.optimizer.rows, self.optimizer.part
-        gradients = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.optimizer.shards}
-        with _coalescing_manager():
-            for p in filter(divides, gradients):
-                reduce_scatter(rows(gradients[p]), gradients[p])
-        with _coalescing_manager():
-            for p in filterfalse(divides, gradients):
-                dist.all_reduce(gradients[p])
-        for p, shard in self.optimizer.shards.items():
-            shard.grad, p.grad = part(gradients[p], p), None
 
 
 class SharedTree(Exchange):

@@ -16,8 +16,8 @@ from data.batches import Batch
 from model.further import further
 from model.gpt import GPT
 from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of, shared_by
-from recipe.distributed.exchange import AnyOrder, Exchange, FixedTree, add_losses
-from recipe.distributed.norm import PIECES, divides
+from recipe.distributed.exchange import Exchange, FixedTree, TwoTerms, add_losses
+from recipe.distributed.norm import divides
 from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.ranks import patience
 from recipe.distributed.sharded_update import with_bits_of_wholes
@@ -31,7 +31,7 @@ from recipe.distributed.sharding import (
     with_others,
     without_values,
 )
-from recipe.distributed.shared_update import SharedAdamW, SharedSum, SharedTree
+from recipe.distributed.shared_update import SharedAdamW, SharedTree
 from recipe.distributed.world import World
 
 
@@ -48,7 +48,7 @@ class Sharing:
         self, model: GPT, world: World, config: ParallelConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
         """Move `model` to `device`, or the shards of it that this rank keeps; `dtype` is autocast's."""
-        self.world, self.config, self.device, self.dtype = world, config, device, dtype
+        self.world, self.device, self.dtype = world, device, dtype
         self.sharded = config.data is DataParallel.shard and world.size > 1
         self.blueprint = without_values(model) if self.sharded else None
         self.model = sharded(model, device, dtype, config) if self.sharded else model.to(device)
@@ -56,8 +56,8 @@ class Sharing:
         self.computing = self.model
         self.spread: Callable[[], None] = lambda: None
 
-    def share_update(self, optimizer: torch.optim.Optimizer, micro_steps: int) -> torch.optim.Optimizer:
-        """The optimizer, or one like it whose update the ranks share, for steps of `micro_steps` micro-batches.
+    def share_update(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer, or one like it whose update the ranks share.
 
         Only the update of torch's AdamW is shared. With a sharded model every optimizer already updates only this
         rank's rows.
@@ -72,7 +72,7 @@ class Sharing:
             return optimizer
         mesh = init_device_mesh(self.device.type, (ranks,))
         matrices = [p for p in rounded_by_autocast(self.model) if p.requires_grad and divides(p.shape, ranks)]
-        if self.dtype is torch.float32 or not self._in_tree(micro_steps) or not matrices:
+        if self.dtype is torch.float32 or not matrices:
             return SharedAdamW(optimizer, mesh)
         copies = {p: rounded(p, self.dtype) for p in matrices}
         shared = SharedAdamW(optimizer, mesh, copies)
@@ -84,23 +84,12 @@ class Sharing:
 
     def exchange(self, optimizer: torch.optim.Optimizer, micro_steps: int) -> Exchange:
         """The exchange of gradients for steps of `micro_steps` micro-batches on each rank."""
-        exact = self.config.exact
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self.sharded:
-            return ShardedTree(parameters, micro_steps) if exact else AnyOrder(parameters, ranks=1)
+            return ShardedTree(parameters, micro_steps)
         if isinstance(optimizer, SharedAdamW):
-            return SharedTree(optimizer) if self._in_tree(micro_steps) else SharedSum(optimizer)
-        in_tree = exact and self.world.size * micro_steps > 2  # a sum of two has one order
-        return (FixedTree if in_tree else AnyOrder)(parameters, self.world.size)
-
-    def _in_tree(self, micro_steps: int) -> bool:
-        """Whether ranks that share the update add gradients in the fixed tree.
-
-        Also where any order may be taken: for one micro-batch, in half the bytes, and with a norm whose pieces the
-        ranks divide, it was the fastest on four H100s. Of several it exchanges each one's gradients.
-        """
-        fastest = micro_steps == 1 and self.dtype is not torch.float32 and PIECES % self.world.size == 0
-        return self.config.exact or fastest
+            return SharedTree(optimizer)
+        return (TwoTerms if self.world.size * micro_steps <= 2 else FixedTree)(parameters, self.world.size)
 
     def part(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """This rank's inputs and targets of a micro-batch of whole sequences, and the model's arguments for them."""

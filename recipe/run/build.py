@@ -110,7 +110,7 @@ def build_trainer(config: Config, model: GPT, device: torch.device, world: World
     replayed = can_replay(training, config.attention.rng, micro_steps, in_blocks, mixes=bool(config.model.mixers))
     sharing = Sharing(model, world, config.parallel, device, training.precision.dtype)
     optimizer = build_optimizer(sharing.model, config.optimizer)
-    optimizer = sharing.share_update(optimizer, micro_steps)
+    optimizer = sharing.share_update(optimizer)
     exchange = sharing.exchange(optimizer, micro_steps)
     network = compiled(sharing.computing, in_blocks) if training.compile else sharing.computing
     return Trainer(

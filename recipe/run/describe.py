@@ -54,8 +54,8 @@ def _parts(config: Config, trainer: Trainer, path: str | None) -> Iterator[str]:
         yield f"{torch.get_num_threads()} threads"
     if world.size > 1:
         context = f", parallel.context={world.context}" if world.context > 1 else ""
-        exact = "" if config.parallel.exact else ", sums in any order"
-        yield f"{world.size} ranks, parallel.data={config.parallel.data.value}{context}{exact}"
+        order = ", sums in another order than one rank's" if world.size & (world.size - 1) else ""
+        yield f"{world.size} ranks, parallel.data={config.parallel.data.value}{context}{order}"
     if device.type == "cuda":
         products = product_precision(precision.value, trainer.model.attend.config.allow_tf32)
         yield f"MFU of {describe_peak(device_name(device), products)}"

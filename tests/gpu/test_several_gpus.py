@@ -47,7 +47,7 @@ def test_no_gpu_has_the_whole_model_that_it_shards(tmp_path: Path) -> None:
     assert all(0.4 * rank["size"] < rank["taken"] < 0.75 * rank["size"] for rank in ranks), ranks
 
 
-@pytest.mark.parametrize("override", ["parallel.data=replicate", "parallel.data=shard", "parallel.exact=false"])
+@pytest.mark.parametrize("override", ["parallel.data=replicate", "parallel.data=shard"])
 def test_a_signal_to_one_rank_saves_and_ends_all_within_a_step_and_twenty_seconds(
     override: str, tmp_path: Path
 ) -> None:

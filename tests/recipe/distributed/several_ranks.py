@@ -1,6 +1,6 @@
 """The work of test_several_ranks.py in four processes: the same training on 4, 2 and 1 of them.
 
-python -m tests.recipe.distributed.several_ranks <folder> <7 ports>
+python -m tests.recipe.distributed.several_ranks <folder> <8 ports>
 """
 
 from __future__ import annotations
@@ -68,10 +68,8 @@ TRAINED = {"a matrix and a norm": ("h.0.mlp.c_fc", "ln_f"), "a norm": ("ln_f",)}
 
 PARALLEL = {
     "exact": ParallelConfig(),
-    "any": ParallelConfig(exact=False),
     "sharded": ParallelConfig(DataParallel.shard),
     "sharded, kept gathered": ParallelConfig(DataParallel.shard, reshard_after_forward=False),
-    "sharded, any": ParallelConfig(DataParallel.shard, exact=False),
     "heads": ParallelConfig(context=2),
     "keys, sharded": ParallelConfig(DataParallel.shard, context=2),
 }
@@ -138,37 +136,6 @@ def validate(trainer: Trainer) -> dict[str, str]:
     return {"validation": measured["val/loss"].hex(), "validation of the average": measured["val/loss_ema"].hex()}
 
 
-def share_update(world: World, folder: Path) -> dict[str, Any]:
-    """Four steps without clipping, in two parts with a checkpoint between: two ranks, which share the update, or the
-    second part on one rank; and four steps of one rank alone. Each rank of two has one term of every sum.
-
-    Two ranks do not divide the embeddings of 63 positions.
-    """
-    T = 63
-
-    def build(parallel: ParallelConfig) -> Trainer:
-        torch.manual_seed(SEED)
-        gpt = GPT(MODEL, 256, T, build_attention(AttentionConfig(dropout=0.1)))
-        settings = TrainingConfig(steps=20, batch_size=B, batch_tokens=2 * B * T, precision=Precision.bf16, ema=0.9)
-        optimizer, schedule = OptimizerConfig(lr=1e-2, clip=0.0), ScheduleConfig(warmup_steps=2)
-        config = Config(SEED, optimizer=optimizer, schedule=schedule, training=settings, parallel=parallel)
-        return build_trainer(config, gpt, CPU, world)
-
-    trainer, found = build(ParallelConfig(exact=False)), dict[str, Any]()
-    if world.size == 2:
-        found["first half"] = train(trainer, range(2))
-        save_checkpoint(folder, trainer.state(), 2, keep_last=1, metadata={})
-        found["part of the moments"] = part_of_moments(trainer)
-        trainer = build(ParallelConfig(exact=False))
-    else:
-        alone = build(ParallelConfig())
-        found["alone"] = {"updates": train(alone, range(4)), **validate(alone), "whole model": one_loss(alone)}
-    trainer.load(newest_valid(folder)[0])
-    found["second half"] = {"updates": train(trainer, range(2, 4)), **validate(trainer)}
-    found["second half"]["whole model"] = one_loss(trainer)
-    return found
-
-
 def local_tree(terms: list[Tensor]) -> Tensor:
     """((t0 + t1) + (t2 + t3)) + ... by recursion: the left branch is the largest power of two that leaves a right."""
     if len(terms) == 1:
@@ -196,7 +163,7 @@ def parallels(kind: str, size: int) -> list[str]:
         return ["exact"]
     if size == 4 and not kind:
         return [*PARALLEL]
-    return ["exact", "sharded", *(["sharded, any"] if kind == "muon" else [])]
+    return ["exact", "sharded"]
 
 
 def work(world: World) -> dict[str, Any]:
@@ -215,6 +182,8 @@ def work(world: World) -> dict[str, Any]:
             if name == "exact" and kind in ("fp16", "bf16") and world.size > 1:
                 computing = trainer.sharing.computing.parameters()
                 found["rounded"] = sum(p.numel() for p in computing if p.dtype is options["precision"].dtype)
+    if world.size == 1:
+        found["six micro-batches"] = three(world)
     found["masks"], found["timeouts are the run's"] = masks(world)
     check_agreed(as_plain(Config(seed=SEED, device=f"cuda:{world.rank}")))
     try:
@@ -222,6 +191,15 @@ def work(world: World) -> dict[str, Any]:
     except RankError as error:
         found["refused"] = str(error)
     return found
+
+
+def three(world: World) -> dict[str, Any]:
+    """Losses of three ranks, or of one, with six micro-batches in all, by the way of sharing."""
+    results = {}
+    for kind, options in {"": {}, "muon": KINDS["muon"][1]}.items():
+        for name in ("exact", "sharded")[: world.size]:
+            results[f"{name}, {kind}"] = train(build(world, PARALLEL[name], micro_batches=6, **options), range(2))
+    return results
 
 
 def masks(world: World) -> tuple[dict[str, bool], list[bool]]:
@@ -317,15 +295,16 @@ def main(rank: int, folder: Path, ports: list[str]) -> None:
             with joined(world, CPU):
                 for name, updates in resumed.items():
                     updates[str(steps.start)] = resume(world, folder / f"checkpoints-{name}", steps, data, name)
-                if size <= 2:
-                    shared = share_update(world, folder / "shared")
-                    (folder / f"{rank}-of-{size}-shared-update.json").write_text(json.dumps(shared))
                 if turn < 3:
                     (folder / f"{rank}-of-{size}.json").write_text(json.dumps(work(world)))
             if turn in (0, 2):
                 variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_PORT": ports[4 + turn]}
                 os.environ.update({name: str(value) for name, value in variables.items()})
                 whole_run(world, folder / f"run-{size}", ParallelConfig(data))
+    if rank < 3:
+        os.environ["MASTER_PORT"] = ports[7]
+        with joined(world := World(rank, 3, rank), CPU):
+            (folder / f"{rank}-of-3.json").write_text(json.dumps(three(world)))
     (folder / f"{rank}-resumed.json").write_text(json.dumps(resumed))
 
 

@@ -33,7 +33,7 @@ Found = dict[int, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Path:
     """The files with the results of each rank of 1, 2 and 4."""
-    folder, ports = tmp_path_factory.mktemp("ranks"), [free_port() for _ in range(7)]
+    folder, ports = tmp_path_factory.mktemp("ranks"), [free_port() for _ in range(8)]
     command = [sys.executable, "-m", "tests.recipe.distributed.several_ranks", str(folder), *ports]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=240)
     return folder
@@ -79,7 +79,7 @@ def test_an_optimizer_that_derives_from_adamw_keeps_its_update() -> None:
 
     optimizer = Other([torch.nn.Parameter(torch.zeros(2**10, 2**10))], fused=True)
     ranks: Any = SimpleNamespace(world=World(0, 2, 0), sharded=False)
-    assert Sharing.share_update(ranks, optimizer, micro_steps=1) is optimizer
+    assert Sharing.share_update(ranks, optimizer) is optimizer
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Fou
     expected = alone[f"exact, {kind}"]
     assert len({loss for loss, _ in expected["updates"]}) == len(expected["updates"]) > 1
     for size in sizes[1:]:
-        exact = [name for name in parallels(kind, size) if PARALLEL[name].exact and PARALLEL[name].context == 1]
+        exact = [name for name in parallels(kind, size) if PARALLEL[name].context == 1]
         assert exact
         assert [[rank[f"{name}, {kind}"] for name in exact] for rank in found[size]] == [[expected] * len(exact)] * size
 
@@ -145,23 +145,6 @@ def test_checkpoints_are_read_on_another_number_of_ranks(found: Found, kind: str
 
 
 @pytest.mark.slow
-def test_ranks_that_share_the_update_compute_the_weights_of_one(folder: Path) -> None:
-    """Where each rank has one term of a sum, it has one order; norms, which clip nothing here, differ by rounding."""
-    on_one = json.loads((folder / "0-of-1-shared-update.json").read_text())
-    alone = on_one["alone"]
-    for rank in range(2):
-        on_two = json.loads((folder / f"{rank}-of-2-shared-update.json").read_text())
-        assert 0.5 < on_two["part of the moments"] < 0.55  # all ranks keep those of the positions
-        for second in (on_two["second half"], on_one["second half"]):
-            updates = on_two["first half"] + second["updates"]
-            assert [loss for loss, _ in updates] == [loss for loss, _ in alone["updates"]]
-            norms = [float.fromhex(norm) for _, norm in alone["updates"]]
-            assert [float.fromhex(norm) for _, norm in updates] == pytest.approx(norms, rel=1e-6)
-            for name in ("validation", "validation of the average", "whole model"):
-                assert second[name] == alone[name]
-
-
-@pytest.mark.slow
 def test_a_run_on_several_ranks_probes_evaluates_and_samples_as_on_one_and_is_profiled(folder: Path) -> None:
     def run(size: int) -> tuple[list[dict[str, Any]], str]:
         """What a run logs, but for its speed, and the text that its model writes."""
@@ -182,10 +165,23 @@ def test_a_run_on_several_ranks_probes_evaluates_and_samples_as_on_one_and_is_pr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["any, ", "sharded, any, ", "sharded, any, muon", "heads, ", "keys, sharded, "])
-def test_sums_in_another_order_and_shared_sequences_differ_by_rounding_alone(found: Found, name: str) -> None:
+@pytest.mark.parametrize("kind", ["", "muon"])
+def test_sums_of_three_ranks_differ_by_rounding_alone(folder: Path, found: Found, kind: str) -> None:
     (alone,) = found[1]
-    exact = alone["exact, muon" if name.endswith("muon") else "exact, "]
+    for rank in range(3):
+        updates = json.loads((folder / f"{rank}-of-3.json").read_text())
+        assert len(updates) == 4
+        for name in ("exact", "sharded"):
+            for ours, one in zip(updates[f"{name}, {kind}"], alone["six micro-batches"][f"exact, {kind}"], strict=True):
+                # Loss and norm: of the latter the first steps clip.
+                assert [float.fromhex(x) for x in ours] == pytest.approx([float.fromhex(x) for x in one], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["heads, ", "keys, sharded, "])
+def test_shared_sequences_differ_by_rounding_alone(found: Found, name: str) -> None:
+    (alone,) = found[1]
+    exact = alone["exact, "]
     expected = [float.fromhex(loss) for loss, _ in exact["updates"]]
     validation = float.fromhex(exact["validation"])
     for rank in found[4]:

@@ -18,7 +18,7 @@ from attention import AttentionConfig, build_attention
 from data.batches import Batches
 from model.gpt import GPT
 from model.options import GPTConfig
-from recipe.distributed.exchange import AnyOrder
+from recipe.distributed.exchange import TwoTerms
 from recipe.distributed.stacks import stacks
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
@@ -111,7 +111,7 @@ def test_updates_are_torchs_clipping_and_unfused_adamw(clip: float) -> None:
         lr = 0.01 * (step + 1)
         fill_gradients(model, step)
         fill_gradients(reference, step)
-        norm = AnyOrder(list(model.parameters()), ranks=1).finish()
+        norm = TwoTerms(list(model.parameters()), ranks=1).finish()
         set_learning_rate(optimizer, lr)
         update_parameters(optimizer, (norm / clip).clamp(min=1) if clip else ONE, NEVER)
         expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), clip or math.inf)
