@@ -7,7 +7,7 @@
 
 from .adapters.flex import FlexAttention
 from .adapters.function import of_file
-from .adapters.peers import FA4Attention, VarlenAttention
+from .adapters.peers import VarlenAttention
 from .adapters.sdpa import SDPAAttention
 from .adapters.varlen import varlen
 from .decode.cache import Cache
@@ -60,7 +60,6 @@ IMPLEMENTATIONS: dict[str, type[Attention]] = {
         FlashAttention,
         FlexAttention,
         VarlenAttention,
-        FA4Attention,
     )
 }
 

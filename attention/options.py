@@ -24,10 +24,7 @@ class DropoutRng(Enum):
 
 
 class SDPABackend(Enum):
-    """The backend of torch's scaled_dot_product_attention; `auto` leaves the choice to torch.
-
-    FlexAttention takes `auto`, torch's kernels, or `flash`, the kernels of flash-attn 4.
-    """
+    """The backend of torch's scaled_dot_product_attention; `auto` leaves the choice to torch."""
 
     auto = "auto"
     flash = "flash"
@@ -61,7 +58,7 @@ class AttentionConfig:
     block_q    rows of a score tile: queries (tiled)
     block_k    columns of a score tile: keys (tiled)
     ablate     leave out one line of the online softmax (tiled)
-    backend    which of torch's kernels to use (sdpa); auto or flash (flex)
+    backend    which of torch's kernels to use (sdpa)
     allow_tf32 let fp32 matrix products round their inputs to TF32 (flash)
     path       the kernels to use: plain ones for every GPU, or those for Hopper (flash)
     precision  of the products: that of q, k and v, or e4m3, for evaluation and inference (flash)

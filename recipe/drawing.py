@@ -31,7 +31,6 @@ COLOURS: dict[str, str] = {
     "flash": "#5b5bd6",
     "flex": "#3f8f3a",
     "varlen": "#8b5a3c",
-    "fa4": "#c0568b",
     "bad": "#cf3f3f",
     "other-0": "#2f6fd0",
     "other-1": "#b8327f",
@@ -40,7 +39,7 @@ COLOURS: dict[str, str] = {
     "other-4": "#96720c",
     "other-5": "#5a6980",
 }
-IMPLEMENTATIONS = ("naive", "tiled", "sdpa", "flash", "flex", "varlen", "fa4")
+IMPLEMENTATIONS = ("naive", "tiled", "sdpa", "flash", "flex", "varlen")
 OTHERS = sum(role.startswith("other-") for role in COLOURS)
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
 # Inches at 72 to the inch make the units of the SVG: about a phone's width, so that 9.5 is a readable size there.

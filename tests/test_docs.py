@@ -114,7 +114,7 @@ def test_the_library_call_of_the_variants_page_runs():
 
 def test_the_call_of_the_peers_page_runs_or_is_refused_with_the_reason(capsys):
     names = run_code_of("peers.md")
-    assert "out" in names or 'name="fa4" needs' in capsys.readouterr().out
+    assert "out" in names or 'name="varlen" needs' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda path: path.name)

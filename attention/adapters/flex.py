@@ -1,15 +1,14 @@
 """torch's FlexAttention, compiled: the comparison for windows, documents, biases, caps and sinks.
 
 Its mask and score functions, and the block masks that skip invisible tiles, come from the same Score and Layout that
-the other implementations read. It has no dropout, and no backward pass on a CPU. `attention.backend=flash` compiles
-them into the kernels of flash-attn 4 instead of torch's.
+the other implementations read. It has no dropout, and no backward pass on a CPU.
 
 Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,23 +20,19 @@ from ..formula.call import visible_distances
 from ..formula.evaluate import ProgramInputs, full_index, run
 from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
 from ..layout import Layout
-from ..options import AttentionConfig, SDPABackend
+from ..options import AttentionConfig
 from ..score import Score
 from ..scores.sinks import join_sinks
-from .peers import check_kernels, flash_attn_4
-from .trial import attend_once
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of sequence, head, query and key
 
 MASKS_KEPT = 16
-AUTO, FLASH = (Option("attention.backend", backend.value) for backend in (SDPABackend.auto, SDPABackend.flash))
 
 
 class FlexAttention(Attention):
     """Attention by torch's compiler, for a CUDA GPU. Caches the most recent block masks."""
 
     name = "flex"
-    options = frozenset({"backend"})
     supports = FEATURES - {"cache"}
     exact = True
 
@@ -45,22 +40,7 @@ class FlexAttention(Attention):
         super().__init__(config)
         if config.dropout > 0:
             raise no_dropout("flex", config.dropout)
-        if config.backend not in (SDPABackend.auto, SDPABackend.flash):
-            raise UnsupportedAttention(
-                "{} is a backend of {}; with {} choose {} or {}.",
-                Option("attention.backend", config.backend.value),
-                Option("attention", "sdpa"),
-                Option("attention", "flex"),
-                AUTO,
-                FLASH,
-            )
-        self.kernel_options = None
-        if config.backend is SDPABackend.flash:
-            flash_attn_4(FLASH, AUTO)
-            self.kernel_options = {"BACKEND": "FLASH"}
-            # These kernels have no gradient of the log of the softmax's sum, and torch 2.11 returns log(2) times it.
-            self.returns_lse, self.supports = False, self.supports - {"sinks"}
-        self.aux = AuxRequest(lse=True) if self.returns_lse else None
+        self.aux = AuxRequest(lse=True)
         self.compiled = torch.compile(flex_attention, dynamic=False)
         # Keys: the tensor of documents, its version (it may change in place), and the other properties of a mask.
         self.block_masks: dict[tuple, tuple[Tensor | None, int, BlockMask]] = {}
@@ -69,21 +49,9 @@ class FlexAttention(Attention):
         super().check(shape)
         if shape.device.type == "cpu" and shape.training:
             raise no_backward_on_a_cpu()
-        if self.kernel_options is not None:
-            check_kernels(FLASH, shape.head_dim, shape.dtype, shape.device, (9, 10, 11), AUTO)
-            attend_once(self, shape, FLASH, AUTO)
-
-    def check_features(self, features: Mapping[str, Option]) -> None:
-        if self.kernel_options is not None and "sinks" in features:
-            raise UnsupportedAttention(
-                "{} does not support {}; leave it out or choose {}.", FLASH, features["sinks"], AUTO
-            )
-        super().check_features(features)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         on_cpu = q.device.type == "cpu"
-        if self.kernel_options is not None and not torch.compiler.is_compiling():
-            check_kernels(FLASH, q.shape[-1], q.dtype, q.device, (9, 10, 11), AUTO)
         if on_cpu and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise no_backward_on_a_cpu()
         (T, S), score, layout = (q.shape[2], k.shape[2]), call.spec.score, call.layout
@@ -97,11 +65,8 @@ class FlexAttention(Attention):
             block_mask=self.block_mask(score, layout, q.shape[0], T, S, q.device),
             scale=call.spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],
-            kernel_options=self.kernel_options,
             return_aux=self.aux,
         )
-        if self.aux is None:
-            return AttentionOutput(result)
         out, lse = result[0], result[1].lse
         if score.sinks:
             out, lse = join_sinks(out, lse, call.tensors["sinks"])

@@ -43,9 +43,9 @@ FA3 = "flash-attn 3 (built from the folder hopper of github.com/Dao-AILab/flash-
 FA4 = "flash-attn 4 (`pip install --pre flash-attn-4`)"
 
 
-def _ours(name: str, words: str, options: str = "") -> Named:
+def _ours(name: str, words: str) -> Named:
     imports = f"from {PACKAGE} import AttentionConfig, build_attention"
-    return Named(imports, f"build_attention(AttentionConfig({name!r}{options}))", "ours", words)
+    return Named(imports, f"build_attention(AttentionConfig({name!r}))", "ours", words)
 
 
 def _sdpa(backend: str, words: str) -> Named:
@@ -67,7 +67,6 @@ NAMED = {
     "tiled": _ours("tiled", "FlashAttention-2 in plain PyTorch, of this library"),
     "flash": _ours("flash", "the Triton kernels of this library"),
     "flex": _ours("flex", "torch's FlexAttention, through this library's masks"),
-    "flex-flash": _ours("flex", "FlexAttention with the kernels of flash-attn 4", ", backend='flash'"),
     "sdpa": _sdpa("", "torch's scaled_dot_product_attention, the backend of its choice"),
     "sdpa-flash": _sdpa("FLASH_ATTENTION", "its FlashAttention"),
     "sdpa-efficient": _sdpa("EFFICIENT_ATTENTION", "its memory-efficient attention"),

@@ -223,7 +223,6 @@ PACKAGES = {
     "fa3": Package("FlashAttention-3", "flash_attn_interface", "flash-attn-3", False),
     "fa4": Package("FlashAttention-4", "flash_attn.cute", "flash-attn-4", False),
     "fa4-deterministic": Package("FlashAttention-4, deterministic", "flash_attn.cute", "flash-attn-4", False, True),
-    "flex-flash": Package("FlexAttention, FlashAttention-4", "flash_attn.cute", "flash-attn-4", False),
 }
 
 
@@ -240,10 +239,6 @@ def candidates() -> dict[str, Candidate]:
     for name, (label, module, _, has_dropout, deterministic) in PACKAGES.items():
         if installed(module):
             named[name] = Candidate(label, from_package(module, has_dropout, deterministic))
-    if "fa4" in named:
-        build = flex(AttentionConfig("flex", backend=SDPABackend.flash))
-        named["flex-flash"] = Candidate(named["flex-flash"].label, build)
-        named["fa4"] = Candidate(named["fa4"].label, from_registry(AttentionConfig("fa4")))
     return named
 
 

@@ -9,6 +9,7 @@ from recipe.wording import as_typed
 
 # An option, or the options that begin with a prefix such as "ladder." -> what to do instead.
 REMOVED: dict[str, str] = {
+    "attention=fa4": "write `from flash_attn.cute import flash_attn_func as fa4` in fa4.py: attention=fa4.py:fa4",
     "experiment=ladder": "an arena trains its arms at several sizes: experiment=arena arena.sizes=[1,2,4]",
     "ladder.": "an arena trains its arms at several sizes: experiment=arena arena.sizes=[1,2,4]",
     "arena.match": "give an arm its own model.mlp_width, with which it has as many parameters as the baseline",

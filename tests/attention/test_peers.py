@@ -5,8 +5,8 @@ Where there is no GPU, tests/flash_attn_stand_in.py takes the place of the libra
 
 from __future__ import annotations
 
-import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,16 +16,15 @@ from attention import (
     AttentionConfig,
     AttentionShape,
     Score,
-    SDPABackend,
     UnsupportedAttention,
     build_attention,
     documents,
     gpu,
 )
-from attention.adapters.peers import Peer
+from attention.adapters.peers import VarlenAttention
 from attention.check.cases import Case
 from attention.check.results import verdicts
-from attention.check.subject import find, ours
+from attention.check.subject import Subject, find, ours
 from tests import flash_attn_stand_in
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -47,33 +46,38 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     flash_attn_stand_in.install(monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["varlen", "fa4"])
-def test_the_library_computes_what_was_asked_for(name: str, installed: None):
-    subject = ours(name, "", name, build_attention(AttentionConfig(name)), frozenset())
-    assert "lse" in subject.features
+def judge_all(subject: Subject, count: int) -> None:
     tried = [case for case in CASES.values() if subject.supports(case)]
-    assert len(tried) == {"varlen": 7, "fa4": 9}[name]
+    assert len(tried) == count
     for case in tried:
         for found in verdicts(subject, case, CPU):
             assert found.passes, (case, found)
 
 
-CALLED = {"fa4": 7, "flash_attn.cute:flash_attn_func": 7, "flash_attn.cute:flash_attn_varlen_func": 9}
+def test_torchs_varlen_attn_computes_what_was_asked_for(installed: None):
+    subject = ours("varlen", "", "varlen", build_attention(AttentionConfig("varlen")), frozenset())
+    assert "lse" in subject.features
+    judge_all(subject, 7)
+
+
+def test_flash_attn_4_trains_from_a_file_of_one_line(installed: None, tmp_path: Path):
+    (tmp_path / "fa4.py").write_text("from flash_attn.cute import flash_attn_func as fa4\n")
+    attend = build_attention(AttentionConfig(f"{tmp_path}/fa4.py:fa4"))
+    assert attend.supports == {"full", "window", "soft_cap", "sinks"}
+    judge_all(ours("fa4", "", "fa4", attend, frozenset()), 7)
+
+
+CALLED = {"fa4": 7, "flash_attn.cute:flash_attn_varlen_func": 9}
 
 
 @pytest.mark.parametrize("name", CALLED)
 def test_the_checker_calls_the_library_as_its_parameters_ask(name: str, installed: None):
-    subject = find(name)
-    tried = [case for case in CASES.values() if subject.supports(case)]
-    assert len(tried) == CALLED[name]
-    for case in tried:
-        for found in verdicts(subject, case, CPU):
-            assert found.passes, (case, found)
+    judge_all(find(name), CALLED[name])
 
 
 def test_new_documents_are_cut_anew_also_in_the_same_tensor(installed: None):
     attend = build_attention(AttentionConfig("varlen"))
-    assert isinstance(attend, Peer)
+    assert isinstance(attend, VarlenAttention)
     starts = torch.tensor([[0, 0, 2, 2, 2], [0, 1, 1, 1, 1]], dtype=torch.int32)
     bounds, longest = attend.sequences(starts, 5)
     assert (bounds.tolist(), longest) == ([0, 2, 5, 6, 10], 4)
@@ -86,22 +90,19 @@ def shape(device: torch.device = CUDA, dtype: torch.dtype = torch.bfloat16, head
     return AttentionShape(head_dim, 4, 2, dtype, device, **more)
 
 
-@pytest.mark.parametrize("name", ["varlen", "fa4"])
-def test_calls_that_the_kernels_lack_are_refused_by_name_when_the_model_is_built(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_calls_that_the_kernels_lack_are_refused_by_name_when_the_model_is_built(monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as context:
         flash_attn_stand_in.install(context)
-        attend = build_attention(AttentionConfig(name))
-        with pytest.raises(UnsupportedAttention, match=f'"{name}" has no dropout; set dropout=0 instead of 0.1, or'):
-            build_attention(AttentionConfig(name, dropout=0.1))
+        attend = build_attention(AttentionConfig("varlen"))
+        with pytest.raises(UnsupportedAttention, match=r'"varlen" has no dropout; set dropout=0 instead of 0.1, or'):
+            build_attention(AttentionConfig("varlen", dropout=0.1))
     monkeypatch.setattr(gpu, "capability", lambda device: (7, 5))
     refused: dict[str, AttentionShape] = {
-        f'name="{name}" takes bf16 or fp16, not torch.float32; .*name="flash"': shape(dtype=torch.float32),
+        'name="varlen" takes bf16 or fp16, not torch.float32; .*name="flash"': shape(dtype=torch.float32),
         "takes head sizes up to 256 that are multiples of 8, not 60": shape(head_dim=60),
         'needs an NVIDIA GPU and the device is cpu; choose name="tiled"': shape(CPU),
         "needs a GPU of compute capability .* and cuda has 7.5": shape(),
-        f'name="{name}" does not support alibi=True; leave it out or choose name="flash"': shape(
+        'name="varlen" does not support alibi=True; leave it out or choose name="flash"': shape(
             scores=(Score(alibi=True),)
         ),
     }
@@ -114,58 +115,19 @@ def test_calls_that_the_kernels_lack_are_refused_by_name_when_the_model_is_built
 
 
 def test_an_error_of_the_library_becomes_a_refusal_with_its_reason(installed: None, monkeypatch: pytest.MonkeyPatch):
-    def no_kernel(*_: Any, **options: Any):
+    def no_kernel(*_: Any, **__: Any):
         warnings.warn("an argument is deprecated", stacklevel=1)  # is not the reason
-        assert not options["softcap"], "softcap is not supported with head_dim=256"
         raise RuntimeError("no kernel image is available")
 
-    attend = build_attention(AttentionConfig("fa4"))
-    monkeypatch.setattr(attend, "dense", no_kernel)
-    for score, why in ((Score(), "no kernel image is available"), (Score(soft_cap=3.0), "softcap is not supported")):
-        with pytest.raises(UnsupportedAttention, match=rf'"fa4" does not support 4 heads .*\({why}.*use name="flash"'):
-            attend.check(shape(CPU, scores=(score,)))
+    attend = build_attention(AttentionConfig("varlen"))
+    monkeypatch.setattr(attend, "varlen_attn", no_kernel)
+    with pytest.raises(
+        UnsupportedAttention, match=r'"varlen" does not support 4 heads .*\(no kernel.*use name="flash"'
+    ):
+        attend.check(shape(CPU))
 
 
 def test_documents_need_as_many_queries_as_keys(installed: None):
     q, layout = torch.zeros(1, 2, 8, 16), documents(torch.zeros(1, 8, dtype=torch.int32))
     with pytest.raises(UnsupportedAttention, match="as many queries as keys, not for 4 and 8"):
         build_attention(AttentionConfig("varlen"))(q[:, :, 4:], q, q, layout=layout)
-
-
-def test_a_package_that_is_missing_is_named_in_one_sentence(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    for config, sentence in (
-        (
-            AttentionConfig("fa4"),
-            r'name="fa4" needs the package flash-attn-4, which .*flash_attn.*, or choose name="flash"\.$',
-        ),
-        (
-            AttentionConfig("flex", backend=SDPABackend.flash),
-            r'backend="flash" needs the package flash-attn-4, .*, or choose backend="auto"\.$',
-        ),
-    ):
-        with pytest.raises(UnsupportedAttention, match=sentence):
-            build_attention(config)
-
-
-def test_flex_has_two_backends_and_hands_the_second_to_torch(installed: None, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(UnsupportedAttention, match='backend="cudnn" is a backend of name="sdpa"; with name="flex"'):
-        build_attention(AttentionConfig("flex", backend=SDPABackend.cudnn))
-    attend: Any = build_attention(AttentionConfig("flex", backend=SDPABackend.flash))
-    with pytest.raises(UnsupportedAttention, match=r'backend="flash" takes bf16 or fp16, not torch\.float32'):
-        attend.check(shape(dtype=torch.float32))
-    with pytest.raises(UnsupportedAttention, match=r'"flash" does not support sinks=True; .* choose backend="auto"'):
-        attend.check(shape(scores=(Score(sinks=True),)))
-    given = {}
-
-    def flex_attention(q: Any, *_: Any, **options: Any):
-        given.update(options)
-        raise RuntimeError("stop here")
-
-    monkeypatch.setattr("attention.adapters.flex.flex_attention", flex_attention)
-    monkeypatch.setattr("attention.adapters.flex.check_kernels", lambda *_: None)
-    q = torch.zeros(1, 2, 8, 16)
-    with pytest.raises(RuntimeError, match="stop here"):
-        attend(q, q, q, score=Score(causal=False))
-    assert given["kernel_options"] == {"BACKEND": "FLASH"}
-    assert given["return_aux"] is None  # its backward has no gradient of the log of the softmax's sum

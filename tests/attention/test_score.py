@@ -97,7 +97,7 @@ FEATURES = {
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_a_score_that_an_implementation_lacks_is_refused_when_the_model_is_built(name, feature, monkeypatch):
-    if name in ("varlen", "fa4"):
+    if name == "varlen":
         flash_attn_stand_in.install(monkeypatch)
     score, has_documents, asked_by = FEATURES[feature]
     attend = build_attention(AttentionConfig(name))
