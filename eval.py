@@ -225,7 +225,8 @@ def main(arguments: list[str]) -> None:
                 if details := {one.probe: one.details for one in every if one.probe}:
                     from recipe.compare.probes import draw_probes  # matplotlib takes a second to import
 
-                    print(*draw_probes(run, details), sep="\n")
+                    for path in draw_probes(run, details):
+                        print(path)
                 record(run, loaded, every)
 
 

@@ -1,4 +1,4 @@
-"""Figures of the probes after training: accuracy by length and distance, and the loss by position."""
+"""Figures of the probes after training: accuracy by length and distance."""
 
 from __future__ import annotations
 
@@ -11,50 +11,47 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from recipe.compare.runs import Run
-from recipe.drawing import COLOURS, Chart, label_axes, legend, render_png, styles
+from recipe.drawing import COLOURS, Chart, label_axes, render_png
 from recipe.files import number
 from recipe.wording import percent, short_length
 
 Curves = Mapping[str, Sequence[Run]]  # a name, and its seeds
 Heat = NDArray[np.float64]  # (lengths, distances), NaN where nothing was asked
 ROW, HEAD = 0.27, 0.36  # inches of a length, and of the name above a map
-POSITION_LOSS = "position_loss"
 FIGURES = "probes"  # the folder of a run's own figures
 
 
 def probe_charts(curves: Curves) -> list[Chart]:
-    """A heat map for each task, and the loss by position; nothing where no run has them."""
+    """A heat map for each task; nothing where no run has one."""
     names = dict.fromkeys(name for runs in curves.values() for run in runs for name in run.recorded("probes"))
-    charts = [_heat_chart(curves, name) for name in names if name != POSITION_LOSS]
-    return [chart for chart in (*charts, _position_chart(curves)) if chart]
+    return [chart for name in names if (chart := _heat_chart(curves, name))]
 
 
-def _sound(runs: Sequence[Run], name: str, result: str, *axes: str) -> list[dict[str, Any]]:
-    """What the runs recorded of a probe, with its `result` over its `axes` as arrays, NaN for null. A run whose record
-    is damaged is left out."""
+def _sound(runs: Sequence[Run], name: str) -> list[dict[str, Any]]:
+    """What the runs recorded of a probe, with the accuracy over lengths and distances as arrays, NaN for null. A run
+    whose record is damaged is left out."""
     found = []
     for run in runs:
         with suppress(KeyError, TypeError, ValueError, OverflowError):
             details = run.recorded("probes")[name]
-            arrays = {field: np.array(details[field], np.float64) for field in (result, *axes)}
-            shape = tuple(len(arrays[axis]) for axis in axes)
-            if all(shape) and arrays[result].shape == shape and not any(np.isinf(x).any() for x in arrays.values()):
+            arrays = {field: np.array(details[field], np.float64) for field in ("accuracy", "lengths", "distances")}
+            shape = len(arrays["lengths"]), len(arrays["distances"])
+            if all(shape) and arrays["accuracy"].shape == shape and not any(np.isinf(x).any() for x in arrays.values()):
                 found.append({**details, **arrays})
     return found
 
 
-def _mean(details: Sequence[Mapping[str, Any]], result: str, axis: str) -> Heat:
-    """The mean over the seeds, of those with the axis of the first."""
-    return np.mean([d[result] for d in details if np.array_equal(d[axis], details[0][axis])], 0)
+def _mean(details: Sequence[Mapping[str, Any]]) -> Heat:
+    """The mean over the seeds, of those with the lengths of the first."""
+    return np.mean([d["accuracy"] for d in details if np.array_equal(d["lengths"], details[0]["lengths"])], 0)
 
 
 def _heat_chart(curves: Curves, name: str) -> Chart | None:
-    recorded = {label: _sound(runs, name, "accuracy", "lengths", "distances") for label, runs in curves.items()}
-    maps = {label: _mean(details, "accuracy", "lengths") for label, details in recorded.items() if details}
+    recorded = {label: _sound(runs, name) for label, runs in curves.items()}
+    maps = {label: _mean(details) for label, details in recorded.items() if details}
     if not maps:
         return None
     widest = max((d for details in recorded.values() for d in details), key=lambda d: len(d["lengths"]))
@@ -93,44 +90,15 @@ def draw_heat(figure: Figure, maps: Mapping[str, Heat], lengths: Sequence[int], 
     every[-1].set_xlabel("tokens back", color=COLOURS["muted"], loc="right")
 
 
-def _position_chart(curves: Curves) -> Chart | None:
-    recorded = {label: _sound(runs, POSITION_LOSS, "loss", "positions") for label, runs in curves.items()}
-    losses = {label: details for label, details in recorded.items() if details}
-    if not losses:
-        return None
-    caption = (
-        "The validation loss of a token by its position in the window, means over the seeds. A line that goes on "
-        "falling gains from the context. The vertical line is the trained length."
-    )
-    return Chart("position-loss", "Loss by position", caption, partial(draw_positions, losses=losses))
-
-
-def draw_positions(figure: Figure, losses: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """A curve for each name over the position, which is logarithmic."""
-    axes, looks = figure.add_subplot(), styles(list(losses))
-    for name, details in losses.items():
-        values = _mean(details, "loss", "positions")
-        axes.plot(
-            1 + details[0]["positions"], values, color=looks[name].colour, ls=looks[name].line, lw=1.8, label=name
-        )
-    if trained := number(next(iter(losses.values()))[0].get("trained")):
-        axes.axvline(trained, color=COLOURS["naive"], lw=1.2, zorder=1)
-    label_axes(axes, "validation loss, nats per token", "position in the window")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_length(value)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    legend(figure, axes)
-
-
 def draw_probes(folder: Path, measured: Mapping[str, Mapping[str, Any]]) -> list[Path]:
     """Write the figures of one run's probes into <folder>/probes/.
 
     measured  the details of each probe, by its name
     """
     run = Run(folder, folder.name, "completed", {}, [], {"probes": measured}, ())
-    (folder / FIGURES).mkdir(exist_ok=True)
     written = []
     for chart in probe_charts({folder.resolve().name: [run]}):
+        (folder / FIGURES).mkdir(exist_ok=True)
         written.append(folder / FIGURES / f"{chart.name}.png")
         written[-1].write_bytes(render_png(chart))
     return written

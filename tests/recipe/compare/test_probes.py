@@ -30,10 +30,9 @@ def test_a_cell_is_the_mean_over_the_seeds_and_what_was_never_asked_is_empty() -
 def test_arms_without_longer_lengths_stand_beside_those_with_them() -> None:
     short = MAP | {"lengths": [8], "accuracy": [[1.0, 0.5, None]]}
     probes = {"learned": [run({"mqar": short, "position_loss": LOSS})], "rotary": [run({"mqar": MAP})]}
-    heat, losses = probe_charts(probes)
-    assert (heat.name, losses.name) == ("recall-mqar", "position-loss")
+    (heat,) = probe_charts(probes)
+    assert heat.name == "recall-mqar"
     assert all(f">{name}</text>" in render_svg(heat) for name in probes)
-    assert render_svg(losses)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +43,6 @@ def test_arms_without_longer_lengths_stand_beside_those_with_them() -> None:
         {"mqar": MAP | {"lengths": []}},
         {"mqar": MAP | {"accuracy": [[1e999, 0.5, 0.5], [1.0, 0.5, 0.5]]}},
         {"mqar": [1]},
-        {"position_loss": LOSS | {"loss": [1.0]}},
-        {"position_loss": LOSS | {"loss": ["x", "y", "z"]}},
     ],
 )
 def test_damaged_probes_are_left_out(damage: dict[str, Any]) -> None:
