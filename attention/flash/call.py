@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from .. import gpu
-from ..formula.distances import joined
 from ..formula.graph import leaf
 from ..formula.parse import parse
 from ..gpu import constant_when_compiled
@@ -248,7 +247,7 @@ def recognised(text: str) -> Options | None:
     """The options whose formula this is; None where there are none."""
     values: dict[str, Any] = {}
     tensors: dict[str, str] = {}
-    x = joined(parse(text))
+    x = parse(text)
     for option in reversed(OPTIONS):
         if (match := option.recognised(x)) is not None:
             x, values[option.name] = match.before, match.value

@@ -6,7 +6,7 @@ derivative.py, ranges.py    derivatives; the range of every expression
 plan.py, hoist.py           the parts that are computed once for a row, a column or a distance instead of for each score
 evaluate.py, tile.py        formulas computed in torch
 call.py, rules.py, axes.py  the positions of a call; the shapes of its tensors; mistakes in a formula
-describe.py                 a formula in words
+describe.py                 the parts that change nothing
 """
 
 from functools import partial

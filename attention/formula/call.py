@@ -10,7 +10,6 @@ from torch import Tensor
 from ..layout import Layout
 from ..precision import accum_dtype
 from ..score import Score, key_intervals
-from .evaluate import Count
 from .hoist import CallPlace, Steps, factors_of, hoisted
 from .ranges import Reach
 from .rules import check_tensors
@@ -50,12 +49,12 @@ def place_of(score: Score, layout: Layout, q: Tensor, S: int, steps: Steps) -> C
     return place._replace(n=seen_keys(score, layout, T, S, q.device)) if "n" in asked else place
 
 
-def seen_keys(score: Score, layout: Layout, T: int, S: int, device: torch.device) -> Tensor | Count:
+def seen_keys(score: Score, layout: Layout, T: int, S: int, device: torch.device) -> Tensor:
     """The number of S keys that each of T queries sees, at least 1: (T,), or with lengths or documents (B, T)."""
     first = layout.query_start(T, S) - layout.k_start
     bounded = layout.lengths is not None or layout.document_starts is not None or score.hides_keys
     if score.causal and not bounded and 0 <= first <= S - T:
-        return Count(first + 1, T, device)
+        return torch.arange(first + 1, first + 1 + T, device=device)
     seen = key_intervals(score, layout, T, S, device)
     return (seen.end - seen.first).clamp(min=1)
 

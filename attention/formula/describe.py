@@ -1,30 +1,10 @@
-"""A formula in words: the parts computed for each score, and the parts computed in advance."""
+"""The parts of a formula that change nothing."""
 
 from __future__ import annotations
 
-from .derivative import derivatives
-from .graph import Node, is_number, leaf, topological
+from .graph import Node, topological
 from .parse import parse, show
-from .plan import plan, stage, summands
-
-ALONG = {
-    "head": "for each head",
-    "row": "for each query",
-    "column": "for each key",
-    "distance": "for each distance",
-    "pair": "read for each query and key",
-}
-
-
-def describe(text: str, causal: bool, window: int | None, sinks: bool) -> str:
-    """The formula, its derivative by s, the parts that are computed in advance, and those that change nothing."""
-    x, p = parse(text), plan(text, causal, window)
-    (slope,) = derivatives(x, [leaf("s")])
-    parts = [f"score: {show(x)}", f"derivative by s: {show(slope)}"]
-    if not is_number(p.factor, 1):
-        parts.append(f"multiplied into the queries: {show(p.factor)}")
-    parts += [f"{ALONG[part.stage]}: {show(part.node)}" for part in p.hoisted]
-    return "  ".join(parts + idle(text, sinks))
+from .plan import stage, summands
 
 
 def idle(text: str, sinks: bool) -> list[str]:

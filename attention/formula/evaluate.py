@@ -14,8 +14,6 @@ from ..gpu import NAMESPACE
 from .graph import Node, topological
 from .operations import COMPARISONS, FUNCTIONS
 
-EXACT = 2**24  # whole numbers up to it are exact in fp32
-
 
 class Instructions(NamedTuple):
     """Steps in order, each (operation, steps that give its arguments, value), and the steps that give the results."""
@@ -61,37 +59,10 @@ def leaves_of(steps: Instructions, is_view: Callable[[tuple[str, ...] | None], b
     return names
 
 
-class Count(NamedTuple):
-    """`length` whole numbers from `first`. Adding a whole number gives another Count, any other operation a tensor.
-
-    On a GPU, each operation before the kernels takes about two microseconds.
-    """
-
-    first: int
-    length: int
-    device: torch.device
-
-    def to(self, dtype: torch.dtype) -> Tensor:
-        """(length,)."""
-        end = self.first + self.length
-        if end > EXACT:  # arange would add in fp32
-            return torch.arange(self.first, end, device=self.device).to(dtype)
-        return torch.arange(self.first, end, dtype=dtype, device=self.device)
-
-    def plus(self, k: int) -> Count:
-        """Each plus k."""
-        return Count(self.first + k, self.length, self.device)
-
-
-def as_tensor(x: Any) -> Any:
-    """x, as a tensor if it is a Count."""
-    return x.to(torch.int64) if isinstance(x, Count) else x
-
-
 class ProgramInputs(NamedTuple):
     """The inputs of a program.
 
-    leaves   name -> tensor or Count, in shapes that broadcast: at least those of `leaves_of`
+    leaves   name -> tensor, in shapes that broadcast: at least those of `leaves_of`
     dtype    of real values
     hoisted  the hoisted values, in the plan's order
     tables   the entries of tables, in the plan's order
@@ -120,11 +91,6 @@ def run(steps: Instructions, inputs: ProgramInputs) -> list[Any]:
     results: list[Any] = []
     for op, arguments, value in steps.steps:
         a = [results[k] for k in arguments]
-        if op in ("add", "sub") and isinstance(a[0], Count) and isinstance(a[1], int):
-            results.append(a[0].plus(a[1] if op == "add" else -a[1]))
-            continue
-        if op != "real":
-            a = [as_tensor(x) for x in a]
         match op:
             case "number":
                 x = value
@@ -153,7 +119,7 @@ def run(steps: Instructions, inputs: ProgramInputs) -> list[Any]:
             case _:
                 x = OPERATORS[op](*a)
         results.append(x)
-    return [as_tensor(results[k]) for k in steps.outputs]
+    return [results[k] for k in steps.outputs]
 
 
 def both_tensors(a: Any, b: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..gpu import constant_when_compiled
 from ..precision import accum_dtype
 from .axes import axes
-from .evaluate import Count, Instructions, ProgramInputs, as_tensor, entries, full_index, leaves_of, program, run
+from .evaluate import Instructions, ProgramInputs, entries, full_index, leaves_of, program, run
 from .graph import Node, is_number, leaf, topological
 from .plan import plan
 
@@ -90,7 +90,7 @@ class CallPlace(NamedTuple):
     device: torch.device
     i: Tensor | None
     j: Tensor | None
-    n: Tensor | Count | None
+    n: Tensor | None
     q_start: int | None
     k_start: int
     distances: tuple[int, int]
@@ -109,10 +109,7 @@ class CallPlace(NamedTuple):
         if self.j is not None:
             leaves["j"] = self.j
         for name, x in (("i", self.i), ("n", self.n)):
-            if isinstance(x, Count) and stage != "pair":
-                leaves[name] = x
-            elif x is not None:
-                x = as_tensor(x)
+            if x is not None:
                 x = x.unsqueeze(1) if x.ndim == 2 else x  # (B, 1, T)
                 leaves[name] = x.unsqueeze(-1) if stage == "pair" else x
         return leaves

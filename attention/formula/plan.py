@@ -19,7 +19,6 @@ from typing import NamedTuple
 from ..errors import FormulaError, Option
 from . import operations as ops
 from .derivative import derivatives
-from .distances import joined
 from .graph import Mistake, Node, is_number, leaf, make, number, real, topological
 from .operations import rebuild
 from .parse import parse
@@ -98,9 +97,8 @@ def is_distance(x: Node) -> bool:
 @lru_cache(maxsize=1024)
 def plan(text: str, causal: bool = True, window: int | None = None) -> Plan:
     """The plan of a formula for a causal or full attention with this window. Raises FormulaError."""
-    formula = joined(parse(text))
     try:
-        return planned(formula, Reach(causal=causal, window=window))
+        return planned(parse(text), Reach(causal=causal, window=window))
     except Mistake as mistake:  # such as too large constants in the derivative of nested powers
         raise FormulaError("{} or its derivative cannot be computed, as {}.", Option("formula"), str(mistake)) from None
 

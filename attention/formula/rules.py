@@ -12,8 +12,8 @@ from ..errors import FormulaError, Option
 from .axes import axes, loads
 from .graph import Node, leaf, topological
 from .hoist import CallPlace, factors_of, hoisted, scaled_queries, steps_of
-from .parse import show
-from .plan import plan, stage
+from .parse import parse, show
+from .plan import plan, stage, summands
 from .ranges import INF, Reach, intervals
 from .tile import TileFormula
 
@@ -21,6 +21,7 @@ MOST_TENSORS = 8
 MOST_OPERATIONS = 64  # of a score and its derivative
 PROBED = 16  # tokens for which a formula is tried
 FORMULA = Option("formula")
+LINEAR = {"add", "sub", "mul", "div", "neg", "real", "number", "leaf", "load"}
 
 
 @lru_cache(maxsize=1024)
@@ -31,6 +32,7 @@ def check(text: str, causal: bool, window: int | None) -> None:
         raise FormulaError(f"{{}} has {len(names)} tensors, of which there may be {MOST_TENSORS}.", FORMULA)
     for x in loads(text):
         check_index(x, Reach(causal=causal, window=window), None)
+    check_distances(text)
     p = plan(text, causal, window)
     count = sum(bool(x.args) and stage(x) in ("score", "pair") for x in topological([p.value, p.derivative]))
     if count > MOST_OPERATIONS:
@@ -39,6 +41,22 @@ def check(text: str, causal: bool, window: int | None) -> None:
             FORMULA,
         )
     probe(text, causal, window)
+
+
+def check_distances(text: str) -> None:
+    """Raise FormulaError for t i - t j with a number t of a head. It is t (i - j), but its gradient would be the sums
+    over rows times i less those over columns times j, which cancel only up to rounding, times the position."""
+    for x in topological([parse(text)]):
+        positions: dict[frozenset[Node], set[frozenset[str]]] = {}
+        for term in summands(x) if x.op in ("add", "sub") and x.kind == "real" else []:
+            nodes = topological([term])
+            read = frozenset(y for y in nodes if y.op == "load" and stage(y) == "head")
+            if read and LINEAR.issuperset(y.op for y in nodes):
+                positions.setdefault(read, set()).add(term.deps & {"i", "j"})
+        for read, found in positions.items():
+            if {frozenset("i"), frozenset("j")} <= found:
+                factor = show(next(iter(read)))
+                raise FormulaError("{} multiplies i and j by {} apart; write {} * (i - j).", FORMULA, factor, factor)
 
 
 def check_index(x: Node, reach: Reach, sizes: tuple[int, ...] | None) -> None:

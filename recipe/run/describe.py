@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from attention.formula.describe import describe as describe_formula
+from attention.formula.describe import idle
 from data.options import Documents
 from data.untrusted import UntrustedError
 from model.counting import num_parameters
@@ -24,14 +24,15 @@ from recipe.training.step import Trainer
 
 
 def describe_run(config: Config, trainer: Trainer, path: str | None) -> Iterator[str]:
-    """A line of the run's parts, its device, and what `auto` chose; one for each formula, and one where it compiles.
+    """A line of the run's parts, its device, and what `auto` chose; one for each part of a formula without effect, and
+    one where it compiles.
 
     path  the kernels of its attention
     """
     yield "  ".join(_parts(config, trainer, path))
     for score in dict.fromkeys(trainer.model.scores):
         if score.formula is not None:
-            yield describe_formula(str(score.formula), score.causal, score.window, score.sinks)
+            yield from idle(str(score.formula), score.sinks)
     if config.training.compile:
         yield "compiling: the first steps and the first evaluation wait for it, some minutes"
 
