@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -81,12 +81,18 @@ class DeviceOf(torch.cuda.device_of):
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """Mark a function that the compiler calls while it traces, and whose result it treats as a constant.
+    """Cache a function that the compiler calls while it traces, and whose result it treats as a constant.
 
-    torch.compiler.assume_constant_result does the same, but loads the compiler, which doubles the time of an import.
+    torch.compiler.assume_constant_result marks it too, but loads the compiler, which doubles the time of an import.
     """
-    vars(function)["_dynamo_marked_constant"] = True
-    return function
+    cached = lru_cache(maxsize=1024)(function)  # whose wrapper the compiler would trace
+
+    @wraps(function)
+    def constant(*arguments: Any) -> Any:
+        return cached(*arguments)
+
+    vars(constant)["_dynamo_marked_constant"] = True
+    return cast(Function, constant)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Most code tokens of each package; a package within another does not count there again.
 BUDGETS = {
     "attention/check": 35_200,
-    "attention/flash": 70_300,
+    "attention/flash": 72_000,
     "attention": 50_300,
     "mixers": 10_500,
     "model": 24_200,

@@ -25,7 +25,6 @@ from torch.library import Library
 from torch.nn.attention import register_flash_attention_impl
 
 from ..errors import UnsupportedAttention
-from ..flash.call import KernelCall
 from ..flash.op import bounds, prepared, run_backward, run_forward, split_qkv_grad
 from ..gpu import HAS_TRITON
 from ..layout import packed
@@ -114,7 +113,7 @@ def packed_inputs(starts_q: Tensor, starts_k: Tensor | None, total: int) -> Inpu
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D) and k, v (B, H_kv, S, D) to out, with q's memory layout, and lse (B, H, T)."""
-    out, lse, _ = run_forward(prepared(q), prepared(k), prepared(v), KernelCall(spec, inputs))
+    out, lse, _ = run_forward((prepared(q), prepared(k), prepared(v), *inputs.present()), spec, 0, 0)
     return out if out.shape == q.shape else torch.empty_like(q).copy_(out[..., : q.shape[-1]]), lse
 
 
@@ -125,7 +124,7 @@ def attend_backward(do: Tensor, saved: Sequence[Tensor], inputs: Inputs, spec: S
     lse2 = rows_like(q)
     # The backward pass takes the base 2, and infinity where a row sees nothing.
     lse2[..., : lse.shape[-1]] = torch.where(lse == -torch.inf, torch.inf, lse / math.log(2))
-    gradients = run_backward(do, [q, k, v, out, lse2], KernelCall(spec, inputs))
+    gradients = run_backward((do, q, k, v, out, lse2, *inputs.present()), spec, 0, 0)
     dq, dk, dv = (x[..., : saved[0].shape[-1]] for x in split_qkv_grad(gradients, q, k))
     return dq, dk, dv
 

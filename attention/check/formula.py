@@ -291,7 +291,8 @@ def expected_rounding(
     var_dp = exact.dp**2 + chain * problem.keep_scale**2 * (do2 @ v2.mT)
     var_delta = (do2 * (var_out + chain * out * out)).sum(dim=-1, keepdim=True)
     var_delta = var_delta + (p * exact.dp).square().sum(dim=-1, keepdim=True)
-    var_ds = ds * ds * (var_p + 1) + p * p * (var_dp + var_delta) + stored
+    # Stored weights lose digits where they are tiny; dp - delta multiplies that.
+    var_ds = ds * ds * (var_p + 1) + p * p * (var_dp + var_delta) + stored * (1 + (exact.dp - exact.delta) ** 2)
     var_draw = slope**2 * var_ds + stored
     if exact.tanh is not None and problem.soft_cap is not None:  # 1 - tanh^2 of scores near the cap cancels
         var_draw = var_draw + (2 * exact.tanh * ds) ** 2 * ((slope / problem.soft_cap) ** 2 * var_raw + sums)

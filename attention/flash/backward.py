@@ -27,6 +27,7 @@ from ..scores.sinks import sinks_gradient_of_kernels
 from ..scores.soft_cap import soft_cap_tanh, times_derivative
 from .call import Blocks, KernelCall, Mode, choose
 from .formula import Place, added_by, kernel_inputs, sums_of, written
+from .launch import launch
 from .score import (
     LOG2_E,
     change_scores,
@@ -435,7 +436,9 @@ class Tensors(NamedTuple):
 def launch_dq(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
     """The first pass: fills dq and delta."""
     (B, H, T, _), mode = x.q.shape, mode_of(call, x.q)
-    dq_kernel[((T + blocks.q - 1) // blocks.q * B * H,)](
+    launch(
+        dq_kernel,
+        ((T + blocks.q - 1) // blocks.q * B * H,),
         tiles(x.q, blocks.q, mode.columns),
         tiles(x.k, blocks.k, mode.columns),
         tiles(x.v, blocks.k, mode.columns),
@@ -460,7 +463,9 @@ def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
     far = written(call.spec.score).added if sums == "far" else None
     if x.ds is not None:
         fill_unseen(x.ds, call, blocks.q, blocks.k, mode)
-    dkdv_kernel[((S + blocks.k - 1) // blocks.k * B * H_kv,)](
+    launch(
+        dkdv_kernel,
+        ((S + blocks.k - 1) // blocks.k * B * H_kv,),
         tiles(x.q, blocks.q, mode.columns),
         tiles(x.k, blocks.k, mode.columns),
         tiles(x.v, blocks.k, mode.columns),
@@ -567,8 +572,19 @@ def fill_unseen(ds: Tensor, call: KernelCall, rows: int, keys: int, mode: Mode) 
     B, H, T, S = ds.shape
     blocks = Blocks(rows, keys, 8, 1)
     inputs = kernel_inputs(call, T, S)._replace(formula=None)
-    unseen_kernel[(triton.cdiv(S, keys), B * H)](
-        ds, T, S, H, inputs, launch_scalars(call, 1), BLOCKS=blocks, MODE=mode, num_warps=8, enable_fp_fusion=True
+    launch(
+        unseen_kernel,
+        (triton.cdiv(S, keys), B * H),
+        ds,
+        T,
+        S,
+        H,
+        inputs,
+        launch_scalars(call, 1),
+        BLOCKS=blocks,
+        MODE=mode,
+        num_warps=8,
+        enable_fp_fusion=True,
     )
 
 

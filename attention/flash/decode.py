@@ -33,6 +33,7 @@ from ..scores.soft_cap import soft_cap_tanh
 from ..spec import Inputs, Spec
 from .call import KernelCall, Mode
 from .formula import Place, kernel_inputs, with_row_terms
+from .launch import launch, replayed
 from .score import LOG2_E, Positions, change_scores, key_interval, log2_factor, seen_keys
 from .tiles import dot, kernel_mode, strided
 
@@ -316,7 +317,14 @@ def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tenso
     inputs  slopes and sinks, (H,) fp32, where the score has them, and a formula's values
     spec    the text of a Spec
     """
-    k, v, lengths, pages = Cache(*cache)  # type: ignore[arg-type]
+    n = sum(x is not None for x in cache)
+    return replayed(compute_decode, (q, *cache[:n], *inputs), spec, n)  # type: ignore[arg-type]
+
+
+def compute_decode(tensors: Sequence[Tensor], spec: str, n: int) -> tuple[Tensor, Tensor]:
+    """`run_decode`; tensors are q, the n of the Cache and the inputs."""
+    q, inputs = tensors[0], tensors[n + 1 :]
+    k, v, lengths, pages = Cache(*tensors[1 : n + 1])
     (B, H, T, D), H_kv, description = q.shape, k.shape[1], Spec.read(spec)
     out, lse = q.new_empty(B, H, T, D), q.new_empty(B, H, T, dtype=torch.float32)
     call = KernelCall(description, Inputs.of(description, inputs))
@@ -334,7 +342,9 @@ def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tenso
         shape = (B * H_kv, n_splits, G * T)
         partial = Partial(*(q.new_empty(*shape, *last, dtype=torch.float32) for last in ((mode.columns,), (), ())))
     with torch.cuda.device_of(q):
-        decode_kernel[(H_kv * n_m, n_splits, B)](
+        launch(
+            decode_kernel,
+            (H_kv * n_m, n_splits, B),
             *(strided(x) for x in (q, k, v)),
             Results(out, lse, partial),
             DecodeInputs(lengths, pages, kernel_inputs(call, T, capacity, Layout(lengths=lengths))),
@@ -350,7 +360,9 @@ def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tenso
             enable_fp_fusion=True,
         )
         if partial is not None:
-            join_kernel[(B * H * T, triton.cdiv(D, JOINED_COLUMNS.value))](
+            launch(
+                join_kernel,
+                (B * H * T, triton.cdiv(D, JOINED_COLUMNS.value)),
                 *(Results(out, lse, partial), lengths, n_splits, H, G, T, D),
                 CAUSAL=description.score.causal,
                 COLUMNS=mode.columns,

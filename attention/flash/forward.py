@@ -36,6 +36,7 @@ from ..scores.alibi import alibi_bias, alibi_row_bias
 from ..scores.soft_cap import LEAST_MAXIMUM, soft_cap_tanh
 from .call import Blocks, KernelCall, choose
 from .formula import Place, kernel_inputs
+from .launch import launch
 from .score import LOG2_E, change_scores, key_interval, locate, log2_factor, seen_keys, sees_key
 from .tiles import (
     Rows,
@@ -197,7 +198,9 @@ def forward(
         scales = torch.stack([k_scales, v_scales], -1).repeat_interleave(H // k.shape[1], 1)
         scales[..., 0] *= q_scales
     mode, blocks = mode_of(call, q), blocks or choose(call.problem(q, k)).forward
-    forward_kernel[((T + blocks.q - 1) // blocks.q * B * H,)](
+    launch(
+        forward_kernel,
+        ((T + blocks.q - 1) // blocks.q * B * H,),
         tiles(q, blocks.q, mode.columns),
         tiles(k, blocks.k, mode.columns),
         tiles(v, blocks.k, mode.columns),
@@ -257,7 +260,8 @@ def launch_factors(x: Tensor, y: Tensor, factors: Tensor, q: Tensor | None = Non
     columns = max(16, triton.next_power_of_2(D))
     descriptors = [None if z is None else tiles(z, ROWS, columns) for z in (x, y, q)]
     grid = (triton.cdiv(T, ROWS), B * H)
-    factors_kernel[grid](*descriptors, sums, factor_input(factors), ROWS=ROWS, COLUMNS=columns, enable_fp_fusion=True)
+    sizes = {"ROWS": ROWS, "COLUMNS": columns}
+    launch(factors_kernel, grid, *descriptors, sums, factor_input(factors), **sizes, enable_fp_fusion=True)
 
 
 def scaled_queries(q: Tensor, factors: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor
 from .. import gpu
 from ..spec import Spec
 from .forward import factor_input, load_factors
+from .launch import launch
 from .score import GRAIN, LOG2_E
 from .tiles import load_tile, tiles, unspecialised
 
@@ -89,9 +90,8 @@ def largest_squares(x: Tensor) -> Tensor:
     columns = max(16, triton.next_power_of_2(D))
     rows = min(256, ELEMENTS // columns)
     squares = x.new_empty(B, H, triton.cdiv(T, rows), dtype=torch.float32)
-    norms_kernel[(squares.numel(),)](
-        tiles(x, rows, columns), squares, ROWS=rows, COLUMNS=columns, num_warps=8, enable_fp_fusion=True
-    )
+    options = {"ROWS": rows, "COLUMNS": columns, "num_warps": 8, "enable_fp_fusion": True}
+    launch(norms_kernel, (squares.numel(),), tiles(x, rows, columns), squares, **options)
     return squares
 
 
@@ -101,7 +101,9 @@ def find_horizons(q: Tensor, k: Tensor, slopes: Tensor, spec: Spec) -> Tensor:
     q_squares, k_squares = largest_squares(q), largest_squares(k)
     horizons = q.new_empty(B, H, dtype=torch.int32)
     cap = math.inf if spec.score.soft_cap is None else spec.score.soft_cap
-    horizons_kernel[(B * H,)](
+    launch(
+        horizons_kernel,
+        (B * H,),
         horizons,
         q_squares,
         k_squares,
@@ -283,11 +285,12 @@ def find_key_horizons(q: Tensor, k: Tensor, x: Tensor, factors: Tensor | None, s
     bounds = Bounds(*(q.new_empty(B, H, n, dtype=torch.float32) for n in (n_q, n_k, n_q, n_q, n_k)))
     steps = (0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
     strides, scale_log2 = tuple(map(unspecialised, steps)), spec.scale * LOG2_E.value
-    extremes_kernel[(triton.cdiv(max(n_q, n_k), TILES), B * H)](
-        x, bounds, strides, T, S, H, TILES=TILES, enable_fp_fusion=True
-    )
+    grid = (triton.cdiv(max(n_q, n_k), TILES), B * H)
+    launch(extremes_kernel, grid, x, bounds, strides, T, S, H, TILES=TILES, enable_fp_fusion=True)
     n_programs = max(1, 2 * gpu.multiprocessors(q.device) // (B * H))
-    norms_and_owns_kernel[(min(n_programs, max(n_q, n_k)), B * H)](
+    launch(
+        norms_and_owns_kernel,
+        (min(n_programs, max(n_q, n_k)), B * H),
         tiles(q, rows, columns),
         tiles(k, rows, columns),
         x,
@@ -301,5 +304,6 @@ def find_key_horizons(q: Tensor, k: Tensor, x: Tensor, factors: Tensor | None, s
         enable_fp_fusion=True,
     )
     horizons = q.new_empty(B, H, n_q + n_k, dtype=torch.int32)
-    key_horizons_kernel[(n_q + n_k, B * H)](horizons, bounds, H // H_kv, n_q, n_k, scale_log2, enable_fp_fusion=True)
+    grid = (n_q + n_k, B * H)
+    launch(key_horizons_kernel, grid, horizons, bounds, H // H_kv, n_q, n_k, scale_log2, enable_fp_fusion=True)
     return horizons

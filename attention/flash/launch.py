@@ -1,55 +1,222 @@
-"""Launches of kernels without what Triton does for each of them.
+"""What the host does for a call, done once for all calls alike.
 
-Triton looks at every argument of a launch, as it may have to compile the kernel anew; that takes the host longer than a
-short kernel takes the GPU. Here the caller says what a kernel is compiled for, and a second launch of that kind goes to
-the compiled kernel itself. All else is Triton's public interface, the same in its releases 3.6 to 3.9.
+A short call takes the host longer than the GPU: it chooses kernels, lays out their arguments, and Triton looks at each
+of them. All of that but the addresses follows from what the call is like: its arguments that are not tensors, and the
+shapes, strides, dtypes and alignment of its tensors. So the second of such calls is recorded: what it allocates, and
+what it launches. Later ones run a function that was written for them: it allocates, and hands the addresses to the
+compiled kernels.
+
+A call that does more than allocate and launch is not replayed. What is private to Triton (3.6 to 3.9) stands in this
+file alone; where a release has other names, nothing is replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
 
+import torch
+import triton
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..gpu import ALIGNMENT
-from .call import KernelCall
 
-COMPILED: dict[Hashable, Any] = {}  # (function, kind, constants) -> Triton's compiled kernel
-MOST_COMPILED = 4096  # then they are looked up anew, so that the dictionary cannot grow for ever
+aten = torch.ops.aten
+ZEROS = (aten.zeros.default, aten.new_zeros.default)
+ALLOCATIONS = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, *ZEROS)
+GRAIN = 512  # bytes, as torch's allocator aligns tensors
+Replay = Callable[[Sequence[Tensor]], Any]
 
-Grid = tuple[int, int, int]
-Kind = tuple[Hashable, ...]
+REPLAYS: dict[Hashable, Replay | Literal[False]] = {}  # False: one such call was seen
+MOST_REPLAYS = 4096  # then they are recorded anew, so that the dictionary cannot grow for ever
 
 
-def kind_of(q: Tensor, call: KernelCall) -> Kind | None:
-    """What a kernel for a call is compiled for besides its constants; None for formulas, whose tensors Triton looks at.
+class UnrecordedError(Exception):
+    """A call cannot be replayed."""
 
-    New tensors are aligned, and q, k, v and those like q come as descriptors, for which nothing is specialised.
+
+class Launch(NamedTuple):
+    """The launch of a kernel. So many constants follow its arguments."""
+
+    compiled: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    n_constants: int
+
+
+class Recording(TorchDispatchMode):
+    """The tensors that a call allocates, which of them are zero, and its launches.
+
+    does_more  whether it also does something else
     """
-    if call.inputs.formula is not None or call.inputs.factors is not None:
-        return None
-    inputs = [None if x is None else (x.dtype, x.data_ptr() % ALIGNMENT) for x in call.inputs[:-1]]
-    return (q.device, q.dtype, *inputs)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rooms: list[tuple[Tensor, bool]] = []
+        self.launches: list[Launch] = []
+        self.does_more = False
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = operator(*arguments, **(keywords or {}))
+        if operator in ALLOCATIONS:
+            self.rooms.append((result, operator in ZEROS))
+        elif not operator.is_view:
+            self.does_more = True
+        return result
 
 
-def launch(
-    kernel: Any, grid: Grid, kind: Kind | None, arguments: Sequence[Any], constants: tuple[Any, ...], **options: Any
-) -> None:
-    """kernel[grid](*arguments, *constants, **options).
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """kernel[grid](*arguments, **constants), with Triton's options. All kernels are launched by this function."""
+    compiled = kernel[grid](*arguments, **constants)
+    modes = _get_current_dispatch_mode_stack()
+    if modes and isinstance(modes[-1], Recording):
+        modes[-1].launches.append(Launch(compiled, grid, arguments, len(kernel.arg_names) - len(arguments)))
 
-    kind       equal for launches that Triton would compile the kernel once for, if their constants are equal too
-    arguments  all parameters of the kernel up to its constants; integers among them are not specialised
-    options    of Triton's; they follow from the constants
+
+def replayed(function: Callable[..., Any], tensors: Sequence[Tensor], *rest: Hashable) -> Any:
+    """function(tensors, *rest), whose results are tensors that it allocates."""
+    first, hooks = tensors[0], triton.knobs.runtime
+    if not first.is_cuda or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # of profilers
+        return function(tensors, *rest)
+    if first.get_device() != torch.cuda.current_device():
+        return function(tensors, *rest)
+    key = (function, rest, first.device, *[(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT) for x in tensors])
+    replay = REPLAYS.get(key)
+    if replay:
+        return replay(tensors)
+    if replay is None:  # a call that comes once is not worth a recording
+        if len(REPLAYS) >= MOST_REPLAYS:
+            REPLAYS.clear()
+        REPLAYS[key] = False
+        return function(tensors, *rest)
+    with Recording() as recording:
+        results = function(tensors, *rest)
+    try:
+        REPLAYS[key] = Writer(recording, tensors, results).replay()
+    except (UnrecordedError, ImportError, AttributeError, KeyError, StopIteration):  # Triton has other names
+        REPLAYS[key] = lambda tensors: function(tensors, *rest)
+    return results
+
+
+def same(x: Tensor, room: Tensor) -> bool:
+    """Whether x is all of a tensor that was allocated; torch's objects for it may be several."""
+    return x.data_ptr() == room.data_ptr() and x.shape == room.shape and x.stride() == room.stride()
+
+
+class Writer:
+    """Writes the function that does with other tensors what was recorded with these.
+
+    names    of values in its source
+    lines    of its source
     """
-    key = (kernel.fn, kind, constants)
-    compiled = None if kind is None else COMPILED.get(key)
-    if compiled is not None:
-        compiled[grid](*arguments, *constants)
-        return
-    compiled = kernel[grid](*arguments, *constants, **options)
-    if kind is None or compiled is None:  # the interpreter compiles nothing
-        return
-    if len(COMPILED) >= MOST_COMPILED:
-        COMPILED.clear()
-    COMPILED[key] = compiled
+
+    def __init__(self, recording: Recording, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        self.recording, self.tensors, self.results = recording, tensors, results
+        self.driver = triton.runtime.driver.active
+        self.names: dict[str, Any] = {"empty": torch.empty_strided}
+        self.lines: list[str] = []
+
+    def replay(self) -> Replay:
+        """Raises UnrecordedError; another exception where Triton has other names."""
+        if self.recording.does_more:
+            raise UnrecordedError
+        # A thread of autograd's has no context before its first launch, and descriptors need one: this question to the
+        # driver brings it.
+        self.lines.append(f"{self.value(torch.cuda.is_current_stream_capturing)}()")
+        self.lines += [f"p{i} = tensors[{i}].data_ptr()" for i in range(len(self.tensors))]
+        self.allocate()
+        self.lines.append(f"stream = {self.value(self.driver.get_current_stream)}({self.tensors[0].get_device()})")
+        for call in self.recording.launches:
+            self.launch(call)
+        self.lines.append(f"return {', '.join(map(self.result, self.results))},")
+        exec("def replay(tensors):\n " + "\n ".join(self.lines), self.names)
+        return self.names["replay"]
+
+    def allocate(self) -> None:
+        """The results and zeros are tensors; all others are parts of one."""
+        device, size, parts = self.value(self.tensors[0].device), 0, []
+        for i, (room, is_zero) in enumerate(self.recording.rooms):
+            if is_zero or any(same(room, x) for x in self.results):
+                layout = f"{tuple(room.shape)}, {room.stride()}, dtype={self.value(room.dtype)}, device={device}"
+                self.lines.append(f"t{i} = empty({layout}){'.zero_()' * is_zero}")
+                self.lines.append(f"r{i} = t{i}.data_ptr()")
+            else:
+                parts.append(f"r{i} = start + {size}")
+                size += -(-room.nbytes // GRAIN) * GRAIN
+        if size:
+            self.lines.append(f"rest = empty(({size},), (1,), dtype={self.value(torch.uint8)}, device={device})")
+            self.lines += ["start = rest.data_ptr()", *parts]
+
+    def launch(self, call: Launch) -> None:
+        """A line that launches a kernel without Triton's look at its arguments."""
+        compiled, grid, arguments, n_constants = call
+        run, descriptions = compiled.run, iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+            raise UnrecordedError
+        parts = []
+        for x in arguments:
+            is_descriptor = isinstance(x, TensorDescriptor | GluonDescriptor)
+            parts += self.descriptor(x, next(descriptions)) if is_descriptor else [self.argument(x)]
+        parts += ["None"] * n_constants
+        head = [*map(str, (*grid, 1, 1)[:3]), "stream", str(compiled.function)]
+        head += [str(run.launch_cooperative_grid), str(run.launch_pdl)]
+        metadata, none = self.value(compiled.packed_metadata), ["None"]
+        if hasattr(run, "arg_annotations"):  # since Triton 3.7
+            head += [metadata, *none * 5, self.value(run.arg_annotations), self.value(run.kernel_signature)]
+            parts = [f"({', '.join(parts)},)"]
+        else:
+            head += [*none * 2, metadata, *none * 3]
+        function = run.launch  # in C; where there are descriptors, within a function that makes them
+        if inspect.isfunction(function):
+            function = inspect.getclosurevars(function).nonlocals["launcher"]
+        self.lines.append(f"{self.value(function)}({', '.join(head + parts)})")
+
+    def descriptor(self, x: Any, description: dict[str, Any]) -> list[str]:
+        """The arguments of the kernel in C for a tensor descriptor."""
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as DTYPES
+
+        utils = self.driver.utils
+        fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # before Triton 3.7
+        shape, strides = [*map(str, x.shape)], [*map(str, x.strides)]
+        block = self.value(description["block_size"])
+        numbers = f"{description['swizzle']}, {description['elem_size']}, {DTYPES[description['elem_type']]}, {block}"
+        layout = f"({', '.join(shape)},), ({', '.join(strides)},)"
+        return [f"{self.value(fill)}({self.address(x.base)}, {numbers}, {layout}, 0)", *shape, *strides]
+
+    def argument(self, x: Any) -> str:
+        """A kernel's argument."""
+        if isinstance(x, Tensor):
+            return self.address(x)
+        if isinstance(x, tuple):
+            return f"({''.join(f'{self.argument(y)}, ' for y in x)})"
+        return self.value(x)
+
+    def address(self, x: Tensor) -> str:
+        """Of a tensor of the call, or in a tensor that it allocates. Raises UnrecordedError for others."""
+        for i, y in enumerate(self.tensors):
+            if x is y:
+                return f"p{i}"
+        for i, (room, _) in enumerate(self.recording.rooms):
+            offset = x.data_ptr() - room.data_ptr()
+            if 0 <= offset < room.nbytes:
+                return f"r{i} + {offset}"
+        raise UnrecordedError
+
+    def result(self, x: Tensor) -> str:
+        """Raises UnrecordedError for a tensor that is no whole one that the call allocates."""
+        for i, (room, _) in enumerate(self.recording.rooms):
+            if same(x, room):
+                return f"t{i}"
+        raise UnrecordedError
+
+    def value(self, x: Any) -> str:
+        """A value that is the same in all calls."""
+        if x is None or isinstance(x, int):
+            return str(x)
+        name = f"value{len(self.names)}"
+        self.names[name] = x
+        return name

@@ -37,6 +37,7 @@ if HAS_TRITON:
     from .formula_gradients import learned_gradients
     from .forward import scale_gradient, scaled_queries
     from .horizon import find_horizons, find_key_horizons
+    from .launch import replayed
     from .paths import PATHS, choose_path, describe_path, no_fp8_gradients
     from .score import GRAIN
     from .tiles import addressable, rows_like
@@ -95,11 +96,17 @@ def check_backward(head_dim: int, dtype: torch.dtype, device: torch.device) -> N
 
 def run_horizons(q: Tensor, k: Tensor, slopes: Tensor, spec: str) -> Tensor:
     """The horizons of a call, as `Inputs` has them."""
+    return replayed(compute_horizons, (q, k, slopes), spec)[0]
+
+
+def compute_horizons(tensors: Sequence[Tensor], spec: str) -> tuple[Tensor]:
+    """`run_horizons`."""
+    q, k, slopes = tensors
     check(q.shape[-1], q.dtype, q.device)
     if q.numel() == 0 or k.numel() == 0:
-        return q.new_zeros(q.shape[:2], dtype=torch.int32)
+        return (q.new_zeros(q.shape[:2], dtype=torch.int32),)
     with DeviceOf(q):
-        return find_horizons(addressable(q), addressable(k), slopes, Spec.read(spec))
+        return (find_horizons(addressable(q), addressable(k), slopes, Spec.read(spec)),)
 
 
 flash_horizons = torch.library.custom_op(f"{NAMESPACE}::flash_horizons", run_horizons, mutates_args=())
@@ -148,8 +155,15 @@ def horizons(q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, compiling: bool) 
     return (flash_key_horizons if compiling else run_key_horizons)(q, k, x, factors, text)
 
 
-def run_forward(q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and lse2 as `forward` gives them."""
+def run_forward(tensors: Sequence[Tensor], spec: Spec, q_start: int, k_start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and lse2 as `forward` gives them; tensors are q, k, v and `Inputs.present`."""
+    return replayed(compute_forward, tensors, spec, q_start, k_start)
+
+
+def compute_forward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`run_forward`."""
+    q, k, v, *inputs = tensors
+    call = KernelCall(spec, Inputs.of(spec, inputs), *positions)
     check_once(q.shape[-1], q.dtype, q.device)
     out = torch.empty_like(q)
     with DeviceOf(q):
@@ -167,7 +181,7 @@ def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int, k_start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`run_forward`; inputs, spec and positions are those of a KernelCall."""
-    return run_forward(q, k, v, KernelCall.of(inputs, spec, q_start, k_start))
+    return run_forward((q, k, v, *inputs), Spec.read(spec), q_start, k_start)
 
 
 @flash_forward.register_fake
@@ -175,13 +189,19 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32), rows_like(q)
 
 
-def run_backward(do: Tensor, saved: Sequence[Tensor], call: KernelCall) -> list[Tensor]:
+def run_backward(tensors: Sequence[Tensor], spec: Spec, q_start: int, k_start: int) -> list[Tensor]:
     """The gradients of q, k and v, as `empty_gradients` lays them out, of learned tensors, of slopes that are learned,
     of the sinks, and of factors that are learned.
 
-    saved  q, k, v, out and lse2
+    tensors  the gradient of out, then q, k, v, out, lse2 and `Inputs.present`
     """
-    q, k, v, out, lse2 = saved
+    return [*replayed(compute_backward, tensors, spec, q_start, k_start)]
+
+
+def compute_backward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> list[Tensor]:
+    """`run_backward`."""
+    do, q, k, v, out, lse2, *inputs = tensors
+    call = KernelCall(spec, Inputs.of(spec, inputs), *positions)
     gradients = empty_gradients(q, k, v)
     sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32) if sums_of(call.spec) else None
     delta = rows_like(q) if call.spec.learned else None
@@ -204,7 +224,7 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], call: KernelCall) -> list[
 @torch.library.custom_op(f"{NAMESPACE}::flash_backward", mutates_args=())
 def flash_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
     """`run_backward`; the inputs of `flash_forward` follow in `saved`."""
-    return run_backward(do, saved[:5], KernelCall.of(saved[5:], spec, q_start, k_start))
+    return run_backward((do, *saved), Spec.read(spec), q_start, k_start)
 
 
 @flash_backward.register_fake
@@ -283,7 +303,7 @@ class Eager(torch.autograd.Function):
     def forward(
         ctx: Any, spec: Spec, q_start: int, k_start: int, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        output = run_forward(q, k, v, KernelCall(spec, Inputs.of(spec, inputs), q_start, k_start))
+        output = run_forward((q, k, v, *inputs), spec, q_start, k_start)
         _save(ctx, output, q, k, v, inputs, spec, q_start, k_start)
         return output
 
@@ -292,7 +312,7 @@ class Eager(torch.autograd.Function):
         spec, *positions = ctx.rest
 
         def run(do: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:
-            return run_backward(do, saved[:5], KernelCall(spec, Inputs.of(spec, saved[5:]), *positions))
+            return run_backward((do, *saved), spec, *positions)
 
         qkv, inputs = _gradients(ctx, do, spec, run)
         return None, None, None, *qkv, *inputs
@@ -396,7 +416,7 @@ class FlashAttention(Attention):
         elif torch.is_grad_enabled():
             out, lse, _ = Eager.apply(spec, *positions, q, k, v, *inputs.present())
         else:
-            out, lse, _ = run_forward(q, k, v, KernelCall(spec, inputs, *positions))
+            out, lse, _ = run_forward((q, k, v, *inputs.present()), spec, *positions)
         return AttentionOutput(out if out.shape[-1] == D else out[..., :D], lse)
 
     def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:

@@ -14,6 +14,12 @@ import torch
 LOCKS = Path(tempfile.gettempdir())
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure as it comes: a run that is cut off later has shown it."""
+    if report.failed and not os.environ.get("PYTEST_XDIST_WORKER"):
+        print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
+
+
 @pytest.fixture(autouse=True)
 def share_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes that run tests share the GPU and its memory. A test marked `whole_gpu` waits until all others have

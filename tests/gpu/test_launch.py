@@ -1,4 +1,4 @@
-"""A second launch of a kind goes to the compiled kernel itself: it computes the same bits as Triton's own launch."""
+"""A call alike is replayed: it computes the same bits as one that Triton launches, on any stream, thread and GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention
@@ -42,11 +43,37 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("name", CALLS)
-def test_the_second_launch_computes_what_tritons_own_does(name: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    results(name, D)
-    direct = results(name, D, seed=1)
-    monkeypatch.setattr(launch, "COMPILED", {})
-    assert equal(direct, results(name, D, seed=1))
+def test_the_third_call_is_replayed_and_computes_the_same_bits(
+    name: str, D: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "REPLAYS", {})
+    first, second, third = (results(name, D, seed) for seed in (1, 0, 1))
+    assert equal(first, third)
+    assert equal(second, results(name, D))
+    written = [replay for replay in launch.REPLAYS.values() if replay and replay.__name__ == "replay"]
+    assert len(written) == (1 if name in ("sinks", "positions") else 2)  # whose backward does more than launch
+
+
+def test_where_a_profiler_has_a_hook_triton_launches() -> None:
+    for _ in range(3):
+        results("causal", 64)
+    launches: list[Any] = []
+    hook = triton.knobs.runtime.launch_enter_hook
+    hook.add(launches.append)
+    try:
+        results("causal", 64)
+    finally:
+        hook.remove(launches.append)
+    assert len(launches) == 3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu_computes_the_same_bits() -> None:
+    expected = [results("dropout", 64) for _ in range(3)][-1]
+    with torch.cuda.device(1):
+        for _ in range(3):
+            assert all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(results("dropout", 64), expected, strict=True))
+    assert equal(results("dropout", 64), expected)
 
 
 def test_a_tensor_of_the_score_may_start_anywhere() -> None:

@@ -29,6 +29,7 @@ from ...spec import Inputs, Spec
 from .. import tiles as plain
 from ..call import KernelCall, Mode
 from ..formula import COLUMN_ALIGNMENT, LARGEST_TILE, Distances, Pairs, added_by, kernel_inputs, plan_of, written
+from ..launch import launch
 from ..score import LOG2_E
 from .program import parts_tiles
 
@@ -180,7 +181,16 @@ def key_numbers(call: KernelCall, q: Tensor, S: int, rows: int) -> TensorDescrip
     n_tiles = triton.cdiv(S, LARGEST_TILE.value)
     parts = q.new_empty(B * H * n_tiles * LARGEST_TILE.value, COLUMNS.value, dtype=torch.bfloat16)
     strides = (0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
-    parts_kernel[(n_tiles, B * H)](
-        x, parts, *strides, call.spec.scale, H, S, ROWS=LARGEST_TILE.value, enable_fp_fusion=True
+    launch(
+        parts_kernel,
+        (n_tiles, B * H),
+        x,
+        parts,
+        *strides,
+        call.spec.scale,
+        H,
+        S,
+        ROWS=LARGEST_TILE.value,
+        enable_fp_fusion=True,
     )
     return parts_tiles(parts, rows, PARTS.value)

@@ -30,7 +30,7 @@ from ...scores.sinks import sinks_gradient_of_kernels
 from .. import tiles as plain
 from ..backward import Gradients, Targets
 from ..call import KernelCall, Mode, Problem
-from ..launch import kind_of, launch
+from ..launch import launch
 from ..score import LOG2_E, locate
 from .added import far_number, hopper_inputs, hopper_mode
 from .backward_pipeline import (
@@ -405,24 +405,21 @@ def backward(
     )
     counters = Counters(q.new_empty(B * H * n_m, dtype=torch.int32), q.new_empty(1, dtype=torch.int32), None)
     dq_sum = q.new_empty(B * H * n_m * blocks.q * blocks.columns // WIDTH.value, WIDTH.value, dtype=torch.float32)
-    kind = kind_of(q, call)
     launch(
         delta_kernel,
         (B * H * n_m, 1, 1),
-        kind,
-        (
-            plain.tiles(out, blocks.q, blocks.columns),
-            plain.tiles(do, blocks.q, blocks.columns),
-            lse2,
-            rows,
-            counters,
-            slopes,
-            call.spec.scale * LOG2_E.value,
-            H,
-            T,
-            n_m,
-        ),
-        (blocks, DeltaConstants((256 - call.spec.threshold) / 256, mode.biased)),
+        plain.tiles(out, blocks.q, blocks.columns),
+        plain.tiles(do, blocks.q, blocks.columns),
+        lse2,
+        rows,
+        counters,
+        slopes,
+        call.spec.scale * LOG2_E.value,
+        H,
+        T,
+        n_m,
+        BLOCKS=blocks,
+        CONSTANTS=DeltaConstants((256 - call.spec.threshold) / 256, mode.biased),
         enable_fp_fusion=True,
     )
     if in_products:
@@ -432,24 +429,22 @@ def backward(
     launch(
         backward_kernel,
         (min(n_programs, n_n * B * H_kv), 1, 1),
-        kind,
-        (
-            tiles(q, blocks.q, blocks.columns),
-            tiles(k, blocks.k, blocks.columns),
-            tiles(v, blocks.k, blocks.columns),
-            tiles(do, blocks.q, blocks.columns),
-            tiles(dq, blocks.q, blocks.columns),
-            tiles(dk, blocks.k, blocks.columns),
-            tiles(dv, blocks.k, blocks.columns),
-            row_values,
-            None if in_products else row_tiles(rows.delta, T, blocks.q),
-            matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
-            counters,
-            Targets(sums, ds),
-            hopper_inputs(call, T, S),
-            plain.launch_scalars(call, min(B * H_kv, n_together)),
-        ),
-        (blocks, mode),
+        tiles(q, blocks.q, blocks.columns),
+        tiles(k, blocks.k, blocks.columns),
+        tiles(v, blocks.k, blocks.columns),
+        tiles(do, blocks.q, blocks.columns),
+        tiles(dq, blocks.q, blocks.columns),
+        tiles(dk, blocks.k, blocks.columns),
+        tiles(dv, blocks.k, blocks.columns),
+        row_values,
+        None if in_products else row_tiles(rows.delta, T, blocks.q),
+        matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
+        counters,
+        Targets(sums, ds),
+        hopper_inputs(call, T, S),
+        plain.launch_scalars(call, min(B * H_kv, n_together)),
+        BLOCKS=blocks,
+        MODE=mode,
         num_warps=8,
         enable_fp_fusion=True,
     )

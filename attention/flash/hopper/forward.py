@@ -40,7 +40,7 @@ from ...scores.soft_cap import LEAST_MAXIMUM
 from ..call import KernelCall, Mode, Problem
 from ..formula import is_biased
 from ..forward import factor_input, load_factors, scaled_queries, without_keys
-from ..launch import Grid, kind_of, launch
+from ..launch import launch
 from ..score import LOG2_E, key_interval, locate
 from ..tiles import Rows, head_group_size, launch_scalars, rows_like, store_lse, swizzle
 from .added import hopper_inputs, hopper_mode, key_numbers
@@ -170,7 +170,7 @@ class ForwardPlan(NamedTuple):
 
     blocks: ForwardBlocks
     mode: Mode
-    grid: Grid
+    grid: tuple[int, int, int]
     n_together: int
 
 
@@ -214,19 +214,17 @@ def forward(
     launch(
         forward_kernel,
         grid,
-        kind_of(q, call),
-        (
-            tiles(q, ROWS.value, blocks.columns),
-            tiles(k, blocks.k, blocks.columns),
-            tiles(v, blocks.k, blocks.columns),
-            key_numbers(call, q, S, blocks.k) if is_biased(call.spec.score) else None,
-            tiles(out, ROWS.value, blocks.columns),
-            Rows(lse, lse2),
-            hopper_inputs(call, T, S)._replace(factors=None if factors is None else factor_input(factors)),
-            None if alone else torch.zeros(1, dtype=torch.int32, device=q.device),
-            launch_scalars(call, n_together),
-        ),
-        (blocks, mode),
+        tiles(q, ROWS.value, blocks.columns),
+        tiles(k, blocks.k, blocks.columns),
+        tiles(v, blocks.k, blocks.columns),
+        key_numbers(call, q, S, blocks.k) if is_biased(call.spec.score) else None,
+        tiles(out, ROWS.value, blocks.columns),
+        Rows(lse, lse2),
+        hopper_inputs(call, T, S)._replace(factors=None if factors is None else factor_input(factors)),
+        None if alone else torch.zeros(1, dtype=torch.int32, device=q.device),
+        launch_scalars(call, n_together),
+        BLOCKS=blocks,
+        MODE=mode,
         num_warps=4,
         maxnreg=blocks.registers if alone else None,
         enable_fp_fusion=True,

@@ -33,6 +33,7 @@ from ...scores.soft_cap import soft_cap_tanh, times_derivative
 from .. import tiles as plain
 from ..backward import Gradients
 from ..call import KernelCall
+from ..launch import launch
 from ..score import LOG2_E, change_scores, key_interval, locate, log2_factor, sees_key
 from ..tiles import swizzle
 from .added import hopper_inputs, hopper_mode
@@ -354,7 +355,9 @@ def backward(
     rows = DeltaRows(
         lse2=None if slopes is None else q.new_empty(B, H, n_m * blocks.q, dtype=torch.float32), delta=delta, parts=None
     )
-    delta_kernel[(B * H * n_m,)](
+    launch(
+        delta_kernel,
+        (B * H * n_m,),
         plain.tiles(out, blocks.q, blocks.columns),
         plain.tiles(do, blocks.q, blocks.columns),
         lse2,
@@ -375,7 +378,9 @@ def backward(
     queries = [tiles(x, blocks.q, blocks.columns) for x in (q, do, gradients.dq)]
     keys = [tiles(x, blocks.k, blocks.columns) for x in (k, v, gradients.dk, gradients.dv)]
     n_together = plain.head_group_size(B * H_kv, H // H_kv * plain.head_bytes(q))
-    dkdv_kernel[(min(n_programs, n_n * B * H_kv),)](
+    launch(
+        dkdv_kernel,
+        (min(n_programs, n_n * B * H_kv),),
         queries[0],
         keys[0],
         keys[1],
@@ -395,7 +400,9 @@ def backward(
     rows_of_tile = DQ_BLOCKS.consumers * ROWS.value
     n_tiles = (T + rows_of_tile - 1) // rows_of_tile
     n_together = plain.head_group_size(B * H, plain.head_bytes(k), H // H_kv)
-    dq_kernel[(min(n_programs, n_tiles * B * H),)](
+    launch(
+        dq_kernel,
+        (min(n_programs, n_tiles * B * H),),
         queries[0],
         keys[0],
         keys[1],
