@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -77,13 +76,10 @@ def packed(cu_seqlens: Tensor, length: int) -> Layout:
         shape, dtype = tuple(cu_seqlens.shape), cu_seqlens.dtype
         raise ScoreError(f"cu_seqlens of shape {shape} and {dtype} must be a 1-D tensor of integers.")
     bounds = cu_seqlens.tolist()
-    if not bounds or bounds[0] != 0:
-        raise ScoreError(f"cu_seqlens={shown(bounds)} must start at 0.")
-    for before, after in pairwise(bounds):
-        if after < before:
-            raise ScoreError(f"cu_seqlens={shown(bounds)} must not decrease, as it does from {before} to {after}.")
-    if bounds[-1] != length:
-        raise ScoreError(f"cu_seqlens={shown(bounds)} must end at the row's length, {length}.")
+    if not bounds or bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
+        raise ScoreError(
+            f"cu_seqlens={shown(bounds)} must start at 0, never decrease and end at the row's length, {length}."
+        )
     cu_seqlens = cu_seqlens.to(torch.int32)
     positions = torch.arange(length, dtype=torch.int32, device=cu_seqlens.device)
     following = torch.searchsorted(cu_seqlens, positions, right=True)

@@ -155,20 +155,11 @@ class FileCorpus(Corpus):
             sentences.append(f"left out, because they are empty: {first_few(self.empty)}.")
         if unused := [self._name(file) for file in self.files if self.splits[file] is None]:
             sentences.append(f"left out, because the names of others say their split: {first_few(unused)}.")
-        if len(self.files) == 1:
-            return sentences
-        val_files, fraction = [file for file in self.files if self.splits[file] == "val"], self.config.val_fraction
-        share, names = sum(map(self.files.__getitem__, val_files)) / self.size, first_few([*map(self._name, val_files)])
-        # With max_tokens both splits are cut to their shares.
-        if self._named or self.config.max_tokens is not None or fraction / 2 <= share <= 1.25 * fraction:
-            if self.config.name == "text":
-                sentences.append(f"held out for validation: {names}.")
-        else:
-            sentences.append(
-                f"held out for validation: {names} of {len(self.files)} files, {share:.0%} of the text "
-                f"instead of the {fraction:.0%} of data.val_fraction, because only whole files are held out; "
-                "a single file is cut exactly."
-            )
+        if len(self.files) > 1 and self.config.name == "text":
+            val_files = [file for file in self.files if self.splits[file] == "val"]
+            share = sum(map(self.files.__getitem__, val_files)) / self.size
+            names = first_few([*map(self._name, val_files)])
+            sentences.append(f"held out for validation: {names}, {share:.0%} of the text; one file alone would be cut.")
         return sentences
 
     @cached_property

@@ -207,7 +207,7 @@ def test_sequences_of_any_length_prefill_in_one_call(name):
 
 def test_sequences_that_do_not_fill_the_call_are_refused():
     q, k, v = (torch.ones(64, heads, 16) for heads in (4, 2, 2))
-    with pytest.raises(ScoreError, match="must end at the row's length, 64"):
+    with pytest.raises(ScoreError, match="end at the row's length, 64"):
         varlen(build("naive"), q, k, v, torch.tensor([0, 60]))
     with pytest.raises(ValueError, match=r"k \(60, .* must agree in total"):
         varlen(build("naive"), q, k[:60], v[:60], torch.tensor([0, 64]))

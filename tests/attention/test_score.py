@@ -140,9 +140,9 @@ def test_scores_that_mean_nothing_are_refused(options, complaint):
     [
         ([1, 8], r"cu_seqlens=\[1, 8\] must start at 0"),
         ([], r"cu_seqlens=\[\] must start at 0"),
-        ([0, 5, 3, 8], r"must not decrease, as it does from 5 to 3"),
-        ([0, 5], r"must end at the row's length, 8"),
-        ([0, 5, 9], r"must end at the row's length, 8"),
+        ([0, 5, 3, 8], r"cu_seqlens=\[0, 5, 3, 8\] must start at 0, never decrease"),
+        ([0, 5], r"end at the row's length, 8"),
+        ([0, 5, 9], r"end at the row's length, 8"),
         ([[0, 8]], r"cu_seqlens of shape \(1, 2\) and torch.int64 must be a 1-D tensor of integers"),
         ([0.0, 8.0], r"cu_seqlens of shape \(2,\) and torch.float32 must be a 1-D tensor of integers"),
     ],
