@@ -134,7 +134,8 @@ def attend(
         attention_mask = Visible(causal, others.get("sliding_window"))
     if torch.is_autocast_enabled(query.device.type):  # rotary positions may have brought queries and keys to fp32
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    score = Score(causal=attention_mask.causal, window=attention_mask.window, soft_cap=softcap, sinks=s_aux is not None)
+    make = Score if torch.compiler.is_compiling() else cached_score
+    score = make(attention_mask.causal, attention_mask.window, softcap, sinks=s_aux is not None)
     layout = attention_mask.layout
     computed: dict[str, Any] = {"score": score, "scale": scaling, "sinks": s_aux}
     inference = dropout == 0 and not torch.is_grad_enabled()
@@ -144,6 +145,9 @@ def attend(
         drop = layer_key(name, module, dropout)
         out = implementation(name, dropout, query)(query, key, value, layout=layout, dropout_key=drop, **computed).out
     return out.transpose(1, 2), None
+
+
+cached_score = functools.lru_cache(maxsize=256)(Score)  # to check its fields takes longer than a short call
 
 
 def as_cache(key: Tensor, value: Tensor, layout: Layout) -> Cache:

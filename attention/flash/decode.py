@@ -310,25 +310,26 @@ def count_splits(keys: int, heads: int, blocks: DecodeBlocks) -> int:
     return max(1, min(blocks.programs // heads, triton.cdiv(keys, UNIT.value)))
 
 
-def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], spec: str) -> tuple[Tensor, Tensor]:
+def run_decode(
+    q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], spec: Spec
+) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D) against a Cache to out (B, H, T, D) and lse (B, H, T).
 
     cache   k, v, lengths and pages, as Cache has them
     inputs  slopes and sinks, (H,) fp32, where the score has them, and a formula's values
-    spec    the text of a Spec
     """
     n = sum(x is not None for x in cache)
     return replayed(compute_decode, (q, *cache[:n], *inputs), spec, n)  # type: ignore[arg-type]
 
 
-def compute_decode(tensors: Sequence[Tensor], spec: str, n: int) -> tuple[Tensor, Tensor]:
+def compute_decode(tensors: Sequence[Tensor], spec: Spec, n: int) -> tuple[Tensor, Tensor]:
     """`run_decode`; tensors are q, the n of the Cache and the inputs."""
     q, inputs = tensors[0], tensors[n + 1 :]
     k, v, lengths, pages = Cache(*tensors[1 : n + 1])
-    (B, H, T, D), H_kv, description = q.shape, k.shape[1], Spec.read(spec)
+    (B, H, T, D), H_kv = q.shape, k.shape[1]
     out, lse = q.new_empty(B, H, T, D), q.new_empty(B, H, T, dtype=torch.float32)
-    call = KernelCall(description, Inputs.of(description, inputs))
-    mode, window = kernel_mode(description, D, q.dtype), description.score.window
+    call = KernelCall(spec, Inputs.of(spec, inputs))
+    mode, window = kernel_mode(spec, D, q.dtype), spec.score.window
     G = H // H_kv
     blocks = choose_blocks(G * T, D, mode)
     capacity = k.shape[2] * (1 if pages is None else pages.shape[1])
@@ -348,7 +349,7 @@ def compute_decode(tensors: Sequence[Tensor], spec: str, n: int) -> tuple[Tensor
             *(strided(x) for x in (q, k, v)),
             Results(out, lse, partial),
             DecodeInputs(lengths, pages, kernel_inputs(call, T, capacity, Layout(lengths=lengths))),
-            description.scale * LOG2_E.value,
+            spec.scale * LOG2_E.value,
             G,
             T,
             capacity,
@@ -364,7 +365,7 @@ def compute_decode(tensors: Sequence[Tensor], spec: str, n: int) -> tuple[Tensor
                 join_kernel,
                 (B * H * T, triton.cdiv(D, JOINED_COLUMNS.value)),
                 *(Results(out, lse, partial), lengths, n_splits, H, G, T, D),
-                CAUSAL=description.score.causal,
+                CAUSAL=spec.score.causal,
                 COLUMNS=mode.columns,
                 JOINED=max(MIN_JOINED, min(MAX_JOINED, triton.next_power_of_2(n_splits))),
                 EARLY=early,
@@ -375,7 +376,12 @@ def compute_decode(tensors: Sequence[Tensor], spec: str, n: int) -> tuple[Tensor
     return out, with_row_terms(lse, call)
 
 
-flash_decode = torch.library.custom_op(f"{NAMESPACE}::flash_decode", run_decode, mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::flash_decode", mutates_args=())
+def flash_decode(
+    q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], spec: str
+) -> tuple[Tensor, Tensor]:
+    """`run_decode`, from the text of a Spec."""
+    return run_decode(q, cache, inputs, Spec.read(spec))
 
 
 @flash_decode.register_fake

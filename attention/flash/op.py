@@ -429,13 +429,12 @@ class FlashAttention(Attention):
             check(q.shape[-1], q.dtype, q.device)
         if call.factors is not None:
             q, call = scale(q, call.factors), call._replace(spec=call.spec._replace(factors="none"))
-        out, lse = (flash_decode if compiling else run_decode)(
-            q if q.stride(-1) == 1 else q.contiguous(),
-            [*cache],
-            Inputs(**of_kernels(call), formula=readable(call.spec, call.formula) if call.formula else None).present(),
-            call.spec.text(),
-        )
-        return AttentionOutput(out, lse)
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        formula = readable(call.spec, call.formula) if call.formula else None
+        tensors = Inputs(**of_kernels(call), formula=formula).present()
+        if compiling:
+            return AttentionOutput(*flash_decode(q, [*cache], tensors, call.spec.text()))
+        return AttentionOutput(*run_decode(q, cache, tensors, call.spec))
 
 
 def of_kernels(call: Call) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention
+from attention.decode.cache import Cache
 from bench.machine import require_gpu
 from bench.record import command_line, read, recording, write_table
 from recipe.wording import markdown_table as table
@@ -26,6 +27,16 @@ from recipe.wording import markdown_table as table
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 B, H, T, D = 1, 8, 256, 64
 CALLS, REPEATS, PAUSE_CYCLES = 40, 9, 200_000_000
+
+
+def torchs(backend: SDPBackend) -> Attend:
+    """torch's scaled_dot_product_attention by one of its kernels."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return attend
 
 
 def candidates(device: torch.device) -> dict[str, tuple[int, Attend]]:
@@ -38,13 +49,9 @@ def candidates(device: torch.device) -> dict[str, tuple[int, Attend]]:
         Score(window=64),
         Score(alibi=True),
     )
-
-    def torchs(backend: SDPBackend) -> Attend:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        return attend
+    token, k, v = torch.randn(3, B, H, T, D, device=device, dtype=torch.bfloat16)
+    cache = Cache(k, v, torch.full((B,), T, dtype=torch.int32, device=device))
+    cudnn = torchs(SDPBackend.CUDNN_ATTENTION)
 
     return {
         "flash": (H, lambda q, k, v: plain(q, k, v).out),
@@ -53,7 +60,10 @@ def candidates(device: torch.device) -> dict[str, tuple[int, Attend]]:
         "flash, documents": (H, lambda q, k, v: plain(q, k, v, layout=layout).out),
         "flash, 2 key/value heads": (2, lambda q, k, v: plain(q, k, v).out),
         "flash, ALiBi": (H, lambda q, k, v: plain(q, k, v, score=alibi, slopes=slopes).out),
-        "SDPA, cuDNN": (H, torchs(SDPBackend.CUDNN_ATTENTION)),
+        "flash, one token from a cache": (H, lambda *_: plain.decode(token[:, :, :1], cache).out),
+        "flash, compiled": (H, torch.compile(lambda q, k, v: plain(q, k, v).out)),
+        "SDPA, cuDNN": (H, cudnn),
+        "SDPA, cuDNN, compiled": (H, torch.compile(cudnn)),
         "SDPA, FlashAttention-2": (H, torchs(SDPBackend.FLASH_ATTENTION)),
     }
 
@@ -90,11 +100,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             with torch.no_grad():
                 forward = host_us(partial(attend, q, k, v))
-            both = host_us(partial(trained, attend, (q, k, v), torch.randn_like(q)))
-            recorder.add({"name": name, "forward_us": round(forward, 1), "both_us": round(both, 1)})
+            row = {"name": name, "forward_us": round(forward, 1)}
+            if attend(q, k, v).requires_grad:
+                row["both_us"] = round(host_us(partial(trained, attend, (q, k, v), torch.randn_like(q))), 1)
+            recorder.add(row)
     head = ["microseconds of the host", "forward", "forward and backward"]
     path = recorder.path
-    rows = ([row["name"], f"{row['forward_us']:.0f}", f"{row['both_us']:.0f}"] for row in read(path))
+    rows = (
+        [row["name"], *(f"{row[x]:.0f}" if x in row else "" for x in ("forward_us", "both_us"))] for row in read(path)
+    )
     write_table(path.with_suffix(".md"), table(head, rows), path)
 
 

@@ -72,4 +72,4 @@ def append_and_attend(dtype: torch.dtype, page: int | None) -> None:
     q, new = torch.empty(B, H, T, D, dtype=dtype), torch.empty(B, H_KV, T, D, dtype=dtype)
     write_kernel.write(*cache, new, new, None if page is None else torch.zeros(B + 1, dtype=torch.int64))
     per_head = [] if page is None else [torch.zeros(H), torch.zeros(H)]
-    run_decode(q, [*cache], per_head, Spec(Score() if page is None else EVERYTHING, scale=0.125).text())
+    run_decode(q, [*cache], per_head, Spec(Score() if page is None else EVERYTHING, scale=0.125))
