@@ -54,11 +54,11 @@ from recipe.infer.generation.text import (
     stream,
     write,
 )
-from recipe.infer.huggingface.export import check_folder, export, read_origin
+from recipe.infer.huggingface.export import check_folder, export
 from recipe.infer.huggingface.starting import is_folder
-from recipe.infer.trained import ModelChoice, Trained, WeightsChoice, inexact, load_trained
+from recipe.infer.trained import ModelChoice, Trained, inexact, load_trained
 from recipe.run.arguments import parse as key_values
-from recipe.run.config import ConfigError, as_plain
+from recipe.run.config import ConfigError
 from recipe.run.recorded import read_config
 from recipe.run.wording import one_sentence
 from recipe.training.device import oom_guard, resolve_device
@@ -171,8 +171,7 @@ def write_export(run: Path, choice: ModelChoice, folder: Path) -> None:
         raise ConfigError(f"{reason}, and transformers would compute another; only exact ones can be exported.")
     on_any_machine = ModelChoice(choice.checkpoint, choice.weights, attention="naive", device="cpu")
     trained = load_trained(run, on_any_machine)
-    origin = read_origin(run, trained.checkpoint, as_plain(trained.config), choice.weights is WeightsChoice.ema)
-    export(trained.model, trained.tokenizer, folder, origin, load_template(run))
+    export(trained.model, trained.tokenizer, folder, trained.config.attention.dropout, load_template(run))
     print(f"wrote {folder}", file=sys.stderr)
 
 

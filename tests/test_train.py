@@ -33,10 +33,10 @@ from recipe.compare.sweeps import cells_of, sweeps_of
 from recipe.compare.verdict import Outcome
 from recipe.distributed.world import World
 from recipe.errors import UserError, refusals
-from recipe.infer.huggingface.export import Origin, export
+from recipe.infer.huggingface.export import export
 from recipe.infer.trained import ModelChoice, load_trained
 from recipe.run.build import build_trainer
-from recipe.run.config import Config, ConfigError, as_plain
+from recipe.run.config import Config, ConfigError
 from recipe.run.metrics import read_metrics
 from recipe.run.mistakes import mistakes
 from recipe.run.tracker import TrackingConfig, TrackingMode
@@ -280,7 +280,7 @@ def test_init_from_starts_with_the_weights_of_a_gpt2(config: Config) -> None:
     config.training = replace(config.training, steps=1, eval_every=1, checkpoint_every=0, sample_tokens=0)
     torch.manual_seed(123)
     gpt2 = GPT(config.model, bytes_tokenizer().n_vocab, 32, build_attention(AttentionConfig()))
-    export(gpt2, bytes_tokenizer(), Path("weights"), Origin(0, as_plain(config), summary=None))
+    export(gpt2, bytes_tokenizer(), Path("weights"), 0.0)
     with_weights = replace(config, init_from="weights")
     first, second = (losses(run(replace(with_weights, seed=seed), f"from-{seed}"))[0] for seed in (1, 2))
     assert first == second

@@ -6,18 +6,15 @@ It gets its name when transformers has read it back: the same logits and the sam
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -26,55 +23,30 @@ from data.chat import ChatTemplate
 from data.errors import brief
 from data.own_tokenizer import END_OF_TEXT, OwnTokenizer
 from data.tokenizers import CHARACTERS, Tokenizer
-from data.untrusted import UntrustedError
 from model.gpt import GPT
 from recipe.infer.huggingface.loading import WEIGHTS
 from recipe.infer.huggingface.settings import WeightsError
 from recipe.infer.huggingface.weights import REMEDY, describe
-from recipe.run.config import ConfigError
-from recipe.run.run_folder import SUMMARY, read_summary
-from recipe.training.checkpoint import read_manifest
 
 TOKENS = 256  # of the text whose logits are compared, at least; longer than a window in any case
 TOLERANCE = 1e-4  # of the largest logit: rounding in fp32 stays below a tenth of it
 TEXT = "Déjà vu: 木 x_1 = 12345;\n\n  two  blanks\tand a tab"
-# The entries of summary.json that the card shows.
-RECORDED = (
-    *("parameters", "tokens", "train_loss", "val_loss", "best_val_loss", "best_val_step"),
-    *("attention_path", "precision", "finished"),
-)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The origin of weights.
-
-    step     number of updates
-    config   of their run
-    summary  summary.json of the run; None where it has not ended
-    average  whether they are the moving average of the run's weights
-    """
-
-    step: int
-    config: dict[str, Any]
-    summary: dict[str, Any] | None
-    average: bool = False
 
 
 def export(
-    model: GPT, tokenizer: Tokenizer, folder: Path, origin: Origin, template: ChatTemplate | None = None
+    model: GPT, tokenizer: Tokenizer, folder: Path, attention_dropout: float, template: ChatTemplate | None = None
 ) -> None:
     """Write a folder that AutoModelForCausalLM, AutoTokenizer and pipeline("text-generation") read.
 
-    folder    is made, or empty; nothing is overwritten
-    origin    of the weights, for the model card
-    template  of the conversations that the model was trained on
+    folder             is made, or empty; nothing is overwritten
+    attention_dropout  of its training, for further training
+    template           of the conversations that the model was trained on
 
     The folder gets its name when transformers has read it back as the same model. Raises WeightsError where no
     architecture describes the model, or the folder cannot be written.
     """
     check_folder(folder)
-    described = describe(model, origin.config["attention"]["dropout"])
+    described = describe(model, attention_dropout)
     special = special_tokens(tokenizer, template)
     ids = {f"{name}_id": token_id(tokenizer, token) for name, token in special.items()}
     files = {
@@ -89,9 +61,7 @@ def export(
             model.seq_len, special, None if template is None else template.source
         ),
     }
-    (architecture,) = described.config["architectures"]
     folder = folder.absolute()
-    card = model_card(folder.name, architecture, origin)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
     try:
@@ -100,7 +70,7 @@ def export(
         to_tokenizers(tokenizer).save(str(partial / "tokenizer.json"))
         for name, content in files.items():
             (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        (partial / "README.md").write_text(card, encoding="utf-8")
+        (partial / "README.md").write_text(model_card(folder.name, model.seq_len), encoding="utf-8")
         (partial / WEIGHTS).chmod((partial / "README.md").stat().st_mode)  # the library lets its owner alone read it
         check_reloaded(partial, model, tokenizer)
         partial.replace(folder)  # an empty folder gives way, a full one does not
@@ -257,25 +227,16 @@ def difference(theirs: Any, model: GPT) -> tuple[float, float]:
     return (theirs(tokens).logits - ours).abs().max().item(), ours.abs().max().item()
 
 
-def read_origin(run: Path, checkpoint: Path, config: dict[str, Any], average: bool) -> Origin:
-    """The origin of the weights, or of their moving average, in a run's checkpoint. Raises UserError."""
-    try:
-        summary = read_summary(run) if (run / SUMMARY).exists() else None
-    except (OSError, UntrustedError) as error:
-        raise ConfigError(f"{run / SUMMARY} cannot be read ({error}); restore it, or remove it.") from error
-    return Origin(read_manifest(checkpoint).step, config, summary, average)
-
-
-def model_card(name: str, architecture: str, origin: Origin) -> str:
-    """Markdown with the front matter that Hugging Face's hub reads, for a model of an architecture of transformers."""
-    front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gpt-attention"]}
-    rows = "\n".join(f"| {label} | {cell(value)} |" for label, value in facts(architecture, origin).items())
-    most = max(1, min(100, origin.config["seq_len"] // 2))
+def model_card(name: str, seq_len: int) -> str:
+    """Markdown with the front matter that Hugging Face's hub reads."""
+    most = max(1, min(100, seq_len // 2))
     return f"""---
-{yaml.safe_dump(front, sort_keys=False).strip()}
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gpt-attention]
 ---
 
-# {cell(name)}
+# {name}
 
 A language model trained with gpt-attention.
 
@@ -284,40 +245,4 @@ from transformers import pipeline
 
 print(pipeline("text-generation", model="{name}")("The", max_new_tokens={most})[0]["generated_text"])
 ```
-
-| | |
-|---|---|
-{rows}
-
-Losses are cross-entropies in nats per token.
 """
-
-
-def facts(architecture: str, origin: Origin) -> dict[str, object]:
-    """The rows of the card's table by their labels, as far as they are recorded."""
-    config, summary = origin.config, origin.summary or {}
-    data, training = config["data"], config["training"]
-    source = Path(data["path"]).name if data["path"] else data["hub"]  # without the folders of this machine
-    rows = {
-        "architecture": architecture,
-        "context": f"{config['seq_len']:,} tokens",
-        "data": f"{data['name']} ({source})" if source else data["name"],
-        "tokenizer": data["tokenizer"],
-        "weights after": f"{origin.step:,} of {training['steps']:,} steps",
-        "seed": config["seed"],
-        "attention": config["attention"]["name"],
-    }
-    if origin.average:
-        rows["weights"] = f"moving average, training.ema={training['ema']} (the losses are of the weights themselves)"
-    rows |= {name.replace("_", " "): summary[name] for name in RECORDED if name in summary}
-    if isinstance(git := summary.get("git"), dict):
-        rows["commit of gpt-attention"] = f"{git.get('commit')}{' with changes' if git.get('dirty') else ''}"
-    return {label: value for label, value in rows.items() if value is not None}
-
-
-def cell(value: object) -> str:
-    """A value in a table of Markdown. Text of a stranger's folder is no HTML, no link and no further cell there."""
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    text = f"{value:,}" if type(value) is int else " ".join(str(value).split())
-    return re.sub(r"[<>&|\[\]`*~!#\\\"']", lambda found: f"&#{ord(found[0])};", text)
