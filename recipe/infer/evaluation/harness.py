@@ -88,17 +88,17 @@ def check_names(names: Sequence[str], known: Sequence[str]) -> None:
 
 
 def metrics_of(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The metrics and the number of questions of each task, from the result of lm-eval's `simple_evaluate`."""
+    """The metrics and the number of questions of each task, from the result of lm-eval's `simple_evaluate`,
+    which puts names and N/A between them."""
     counts = results["n-samples"]
     return {
-        name: {
-            **{re.sub(",none$", "", metric): value for metric, value in metrics.items() if is_number(value)},
-            **({"n": counts[name]["effective"]} if name in counts else {}),
+        task: {
+            **{
+                re.sub(",none$", "", metric): value
+                for metric, value in metrics.items()
+                if isinstance(value, int | float)
+            },
+            **({"n": counts[task]["effective"]} if task in counts else {}),
         }
-        for name, metrics in results["results"].items()
+        for task, metrics in results["results"].items()
     }
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a metric; lm-eval puts names and N/A between them."""
-    return isinstance(value, int | float)

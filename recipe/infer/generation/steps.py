@@ -93,7 +93,7 @@ class Steps:
             attends = self.cache.prefill(self.model.attend, bounds, fresh)
             with self.autocast():
                 hidden = self.model.extend(tokens, positions, attends, Layout(), self.tables)[:, -1]  # (1, C)
-                picked = self.choose(self.logits(hidden.expand(slots, -1)))
+                picked = self.choose(hidden.expand(slots, -1))
             self.tokens.copy_(torch.where(fresh, picked, self.tokens))
             self.steps.masked_fill_(fresh, 1)
 
@@ -113,7 +113,7 @@ class Steps:
         attends = self.cache.decode(self.decoder)
         with self.autocast():
             x = self.model.extend(self.tokens[:, None], positions, attends, Layout(), self.tables)  # (slots, 1, C)
-            self.tokens.copy_(self.choose(self.logits(x[:, 0])))
+            self.tokens.copy_(self.choose(x[:, 0]))
         self.steps.add_(1)
 
     @torch.no_grad()
@@ -124,14 +124,11 @@ class Steps:
         self.steps.fill_(step)
         with self.on_device(), self.autocast():
             hidden = self.model.hidden(upload(tokens, self.device))[:, -1]  # (1, C)
-            return int(self.choose(self.logits(hidden.expand(len(self.steps), -1)))[0])
+            return int(self.choose(hidden.expand(len(self.steps), -1))[0])
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(slots, V) after hidden (slots, C), in the precision of products."""
-        return self.model.logits(hidden, self.head)
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """The next tokens (slots,)."""
+    def choose(self, hidden: Tensor) -> Tensor:
+        """The next tokens (slots,) after hidden (slots, C)."""
+        logits = self.model.logits(hidden, self.head)  # (slots, V) in the precision of products
         noise = None if self.noise is None else self.noise.of(self.steps)
         return self.sampling.pick(logits.float(), noise)
 

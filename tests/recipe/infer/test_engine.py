@@ -56,13 +56,14 @@ def drained(engine: Engine) -> list[list[int]]:
 def recorded_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """A list that gets the logits (V,) of each token that the engine will choose for its only slot."""
     recorded: list[Tensor] = []
-    choose = engine.steps.choose
+    logits_after = engine.steps.model.logits
 
-    def record_and_choose(logits: Tensor) -> Tensor:
+    def recording(hidden: Tensor, head: Tensor) -> Tensor:
+        logits = logits_after(hidden, head)
         recorded.append(logits[0].float().clone())
-        return choose(logits)
+        return logits
 
-    monkeypatch.setattr(engine.steps, "choose", record_and_choose)
+    monkeypatch.setattr(engine.steps.model, "logits", recording)
     return recorded
 
 
