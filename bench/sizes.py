@@ -23,7 +23,7 @@ BUDGETS = {
     "attention/check": 35_200,
     "attention/flash": 72_000,
     "attention": 50_300,
-    "mixers": 10_500,
+    "mixers": 10_600,
     "model": 24_200,
     "data": 19_100,
     "recipe/run": 28_500,

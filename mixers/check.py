@@ -29,7 +29,7 @@ from torch import Tensor
 
 from . import IMPLEMENTATIONS
 from .cases import DTYPES, B, Case, cases, draw
-from .fla import check_device, through_package
+from .fla import check_device, check_gradients, through_package
 from .recurrence import Decay, MixerError, MixerInputs, Recurrence
 from .recurrent import recurrent
 
@@ -238,6 +238,7 @@ def find(target: str, name: str | None, device: torch.device) -> Subject:
         way, _, kind = target.partition("-")
         if way == "fla":
             check_device(device)
+            check_gradients(RECURRENCES[kind], device)
         return Subject(target, IMPLEMENTATIONS[way], RECURRENCES[kind])
     function = loaded(target)
     names = parameters_of(function)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,11 +32,28 @@ def check_device(device: torch.device) -> None:
         raise MixerError("mixer=fla needs a package: pip install flash-linear-attention, or choose mixer=chunked.")
 
 
+def check_gradients(recurrence: Recurrence, device: torch.device) -> None:
+    """Raise MixerError where the package's backward would compute wrong gradients and therefore refuses to run.
+
+    https://github.com/fla-org/flash-linear-attention/issues/640
+    """
+    is_affected = recurrence.decay in (Decay.fixed, Decay.head) and torch.cuda.get_device_capability(device)[0] == 9
+    release = metadata.version("triton")
+    if is_affected and tuple(map(int, release.split(".")[:3])) < (3, 7, 1) and find_spec("tilelang") is None:
+        raise MixerError(
+            f"mixer=fla has no gradients with decay={recurrence.decay.value} on a Hopper GPU with Triton {release}, "
+            "which compiles them wrong: pip install tilelang or 'triton>=3.7.1', or choose mixer=chunked."
+        )
+
+
 def fla(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> tuple[Tensor, Tensor]:
     """The output (B, H, T, V) in v's dtype, and the last state (B, H, K, V) in fp32. Raises MixerError."""
     check_device(inputs.v.device)
     if recurrence not in KERNELS:
         raise MixerError(f"mixer=fla has no kernel for decay={recurrence.decay.value} with the delta rule.")
+    leaves = (inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta, inputs.initial)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
+        check_gradients(recurrence, inputs.v.device)
     module, name = KERNELS[recurrence]
     return through_package(getattr(import_module(f"fla.ops.{module}"), name), inputs, recurrence, scale)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mixers import Decay, MixerError, Recurrence, mix
+from mixers.fla import check_gradients
 
 RECURRENCES = [Recurrence(decay, delta) for decay in Decay for delta in (False, True)]
 NAMES = [f"{recurrence.decay.value}-{'delta' if recurrence.delta else 'sum'}" for recurrence in RECURRENCES]
@@ -119,3 +121,16 @@ def test_what_does_not_fit_is_refused_in_a_sentence(change: dict[str, Any], says
     x = torch.ones(1, 1, 4, 2)
     with pytest.raises(MixerError, match=says):
         mix(x, x, x, **({"recurrence": Recurrence()} | change))
+
+
+def test_gradients_that_triton_compiles_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, gated = torch.device("cuda"), Recurrence(Decay.head, True)
+    module = import_module("mixers.fla")  # the package has the function by that name
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    monkeypatch.setattr(module.metadata, "version", lambda _: "3.6.0")
+    check_gradients(Recurrence(Decay.channel, True), device)
+    with pytest.raises(MixerError, match="no gradients with decay=head on a Hopper GPU with Triton 3"):
+        check_gradients(gated, device)
+    monkeypatch.setattr(module.metadata, "version", lambda _: "3.7.1")
+    check_gradients(gated, device)
