@@ -82,8 +82,8 @@ class Recording(Protocol):
     def start(self) -> None:
         """Before the first step."""
 
-    def stop(self) -> None:
-        """After the last step."""
+    def stop(self) -> dict[str, float]:
+        """After the last step. Returns metrics."""
 
 
 @dataclass
@@ -159,7 +159,7 @@ def train_steps(run: Run, batches: Iterator[Batch]) -> int:
         meter.step_end()
         if step == profiler.last:
             with meter.paused():
-                profiler.stop()
+                metrics |= profiler.stop()
 
         every = config.log_every, config.eval_every, config.checkpoint_every
         logs, evaluates, saves = (config.is_due(steps, n) for steps in every)

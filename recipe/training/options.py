@@ -44,7 +44,7 @@ class TrainingConfig:
     sample_tokens     tokens of text to print after training; 0: none
     cpu               how a run on a CPU computes
     ema               decay of a moving average of the weights, evaluated and saved beside them; 0: none
-    profile           record a few steps: a trace, and a table of operations
+    profile           record the time of a few steps by category
     """
 
     steps: int = 900

@@ -149,7 +149,7 @@ def test_a_run_on_several_ranks_probes_evaluates_and_samples_as_on_one_and_is_pr
     def run(size: int) -> tuple[list[dict[str, Any]], str]:
         """What a run logs, but for its speed, and the text that its model writes."""
         lines = read_metrics(folder / f"run-{size}" / "metrics.jsonl")
-        timed = ("throughput/", "memory/")
+        timed = ("throughput/", "memory/", "profile/")
         logged = [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]
         said = (folder / f"run-{size}" / "said.txt").read_text()
         return logged, said.partition("step 3/3")[2].partition("\n")[2].partition("run folder")[0]
@@ -159,6 +159,8 @@ def test_a_run_on_several_ranks_probes_evaluates_and_samples_as_on_one_and_is_pr
     assert ["parity/grad_rel_err" in line for line in logged] == [False, True, False, True]
     assert ["val/loss" in line for line in logged] == [True, False, False, True]
     assert len(text.strip()) > 5
+    *_, last = read_metrics(folder / "run-4" / "metrics.jsonl")
+    assert last["profile/exchange_percent"] > 0
     assert (folder / "run-4" / "profile" / "trace.json.gz").exists()
 
 
