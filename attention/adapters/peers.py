@@ -13,14 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import gpu
 from ..errors import Option, UnsupportedAttention, no_dropout
 from ..interface import Attention, AttentionOutput, AttentionShape, Call
 from ..options import AttentionConfig
 from .trial import attend_once
 
 CHOSEN, OURS = Option("attention", "varlen"), Option("attention", "flash")
-CAPABILITIES = (8, 9, 10, 11, 12)  # major compute capabilities that the kernels support
 
 
 class Sequences(NamedTuple):
@@ -65,13 +63,13 @@ class VarlenAttention(Attention):
     def check(self, shape: AttentionShape) -> None:
         """Also let the kernels attend once, forward and backward, on two tokens."""
         super().check(shape)
-        check_kernels(shape.head_dim, shape.dtype, shape.device)
+        check_kernels(shape.dtype, shape.device)
         attend_once(self, shape, CHOSEN, OURS)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
-        (B, H, T, D), S, score = q.shape, k.shape[2], call.spec.score
+        (B, H, T, _), S, score = q.shape, k.shape[2], call.spec.score
         if not torch.compiler.is_compiling():  # the compiler cannot follow it; a model calls it when it is built
-            check_kernels(D, q.dtype, q.device)
+            check_kernels(q.dtype, q.device)
         # For rows that see nothing torch has another rule; here the result is zero.
         empty = max(0, T - S) if score.causal else 0
         if call.layout.document_starts is not None:
@@ -88,7 +86,8 @@ class VarlenAttention(Attention):
             counts = torch.arange(B + 1, dtype=torch.int32, device=q.device)
             bounds_q, bounds_k = counts * longest_q, counts * longest_k
         out, lse = self.varlen_attn(
-            *(tokens(x) for x in (q[:, :, empty:], k, v)),
+            # A view of a model's tensors, whose tokens lie one after the other.
+            *(x.transpose(1, 2).flatten(0, 1) for x in (q[:, :, empty:], k, v)),
             bounds_q,
             bounds_k,
             longest_q,
@@ -115,28 +114,11 @@ class VarlenAttention(Attention):
         return self.latest[2]
 
 
-def tokens(x: Tensor) -> Tensor:
-    """(B, H, T, D) to (B * T, H, D): a view if x has the memory layout of a model's tensors."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def check_kernels(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UnsupportedAttention unless FlashAttention's kernels support this head size and dtype on this device."""
+def check_kernels(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise UnsupportedAttention unless FlashAttention has kernels for this dtype on this device."""
     if device.type != "cuda" or torch.version.hip:
         raise UnsupportedAttention(
             f"{{}} needs an NVIDIA GPU and the device is {device}; choose {{}}.", CHOSEN, Option("attention", "tiled")
         )
     if dtype not in (torch.bfloat16, torch.float16):
         raise UnsupportedAttention(f"{{}} takes bf16 or fp16, not {dtype}; choose one of these, or {{}}.", CHOSEN, OURS)
-    if head_dim > 256 or head_dim % 8:
-        raise UnsupportedAttention(
-            f"{{}} takes head sizes up to 256 that are multiples of 8, not {head_dim}; choose {{}}.", CHOSEN, OURS
-        )
-    major, minor = gpu.capability(device)
-    if major not in CAPABILITIES:
-        versions = ", ".join(f"{x}.x" for x in CAPABILITIES)
-        raise UnsupportedAttention(
-            f"{{}} needs a GPU of compute capability {versions} and {device} has {major}.{minor}; choose {{}}.",
-            CHOSEN,
-            OURS,
-        )

@@ -83,12 +83,6 @@ class SDPAAttention(Attention):
         q, scale = q[:, :, n_masked:], call.spec.scale
         if scale <= 0:  # on a CPU torch takes a row's maximum before it scales, which only a positive scale allows
             q, scale = q * scale, 1.0
-        if masked and self.config.backend is SDPABackend.flash and q.is_cuda:
-            raise UnsupportedAttention(
-                f"{{}} takes no mask, and {T} queries and {S} keys with {score} need one; use {{}}.",
-                Option("attention.backend", SDPABackend.flash.value),
-                Option("attention.backend", SDPABackend.auto.value),
-            )
         with self.backend():
             out = F.scaled_dot_product_attention(
                 q,

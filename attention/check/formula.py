@@ -22,6 +22,7 @@ from ..formula.derivative import derivatives
 from ..formula.evaluate import ProgramInputs, full_index, program, run, sum_of_entries
 from ..formula.graph import Node, leaf, topological
 from ..formula.parse import parse
+from ..precision import accum_dtype
 
 # The formula rounds a sum once. An implementation may round it several times, because it rescales or adds tile by tile.
 SEVERAL = 64.0
@@ -176,18 +177,13 @@ class Passes:
     changed: Changed | None = None
 
 
-def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The precision in which sums of `dtype` are made."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def evaluate(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem) -> Passes:
     """Both passes in the precision of the inputs: q, do (B, H, T, D) and k, v (B, H_kv, S, D).
 
     Soft caps, shifts and sinks are fp32's or better, as in every implementation that has them.
     """
     H, H_kv, S = q.shape[1], k.shape[1], k.shape[2]
-    dtype, wide = q.dtype, accumulated(q.dtype)
+    dtype, wide = q.dtype, accum_dtype(q.dtype)
     k, v = (x.repeat_interleave(H // H_kv, dim=1) for x in (k, v))
     raw = s = (q * problem.scale) @ k.mT  # scaled first: fp16 then holds every score it can
     tanh = changed = None
@@ -254,7 +250,7 @@ def expected_rounding(
     taken from the rounded output, as FlashAttention does. Rows have the shape of their result less its last dimension.
     """
     u = (torch.finfo(dtype).eps if eps is None else eps) / 2
-    sums = SEVERAL * (torch.finfo(accumulated(dtype)).eps / 2 / u) ** 2  # in units of u^2
+    sums = SEVERAL * (torch.finfo(accum_dtype(dtype)).eps / 2 / u) ** 2  # in units of u^2
     tiny = smallest(dtype, q.device) ** 2 / u**2
     H, H_kv = q.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(H // H_kv, dim=1) for x in (k, v))

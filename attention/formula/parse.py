@@ -12,7 +12,6 @@ from . import operations as ops
 from .graph import LEAVES, Mistake, Node, leaf, number, real, topological
 
 LONGEST = 500  # characters
-MOST_NODES = 200  # of a graph
 DEEPEST = 60  # nested expressions
 # The names of a call's other arguments, which no tensor of a formula can have.
 TAKEN = {"q", "k", "v", "cache", "score", "layout", "scale", "dropout_key", "return_lse", "tensors", "sinks"}
@@ -68,9 +67,6 @@ def finished(x: Node) -> Node:
     nodes = topological([x])
     if any(leaf("b") in y.args and y.op != "load" for y in nodes):
         raise FormulaError("{} computes with b, the number of a sequence, which is an index by itself.", formula)
-    count = len(nodes)
-    if count > MOST_NODES:
-        raise FormulaError(f"{{}} has {count} operations and operands, of which there may be {MOST_NODES}.", formula)
     return x
 
 

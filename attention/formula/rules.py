@@ -17,7 +17,6 @@ from .plan import plan, stage, summands
 from .ranges import INF, Reach, intervals
 from .tile import TileFormula
 
-MOST_TENSORS = 8
 MOST_OPERATIONS = 64  # of a score and its derivative
 PROBED = 16  # tokens for which a formula is tried
 FORMULA = Option("formula")
@@ -27,9 +26,7 @@ LINEAR = {"add", "sub", "mul", "div", "neg", "real", "number", "leaf", "load"}
 @lru_cache(maxsize=1024)
 def check(text: str, causal: bool, window: int | None) -> None:
     """Raise FormulaError for a formula that no call can compute."""
-    names = axes(text)
-    if len(names) > MOST_TENSORS:
-        raise FormulaError(f"{{}} has {len(names)} tensors, of which there may be {MOST_TENSORS}.", FORMULA)
+    axes(text)
     for x in loads(text):
         check_index(x, Reach(causal=causal, window=window), None)
     check_distances(text)

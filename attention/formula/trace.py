@@ -20,7 +20,7 @@ from .parse import CALLS, TAKEN, finished, show
 
 
 class Traced:
-    """An expression in the making. torch's functions accept it, as in torch.tanh(s)."""
+    """An expression in the making."""
 
     __slots__ = ("node",)
     __hash__ = None  # type: ignore[assignment]
@@ -30,18 +30,6 @@ class Traced:
 
     def __bool__(self) -> bool:
         raise Mistake("it cannot branch with if, and, or, not; write where(condition, a, b), &, | and ~")
-
-    def __float__(self) -> float:
-        raise Mistake("Python's math takes no expressions; use the functions of attention.formula, or torch's")
-
-    __index__ = __int__ = __float__
-
-    @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Traced:
-        name = {"minimum": "min", "maximum": "max"}.get(function.__name__, function.__name__)
-        if name not in CALLS or kwargs:
-            raise Mistake(f"torch.{function.__name__} is no function of formulas, which are {', '.join(sorted(CALLS))}")
-        return called(name, *args)
 
 
 def of(x: Any) -> Node:
@@ -92,5 +80,7 @@ def trace(function: Callable) -> str:
         arguments[name] = Traced(leaf(name)) if name in LEAVES else Tensor(name)
     try:
         return show(finished(of(function(**arguments))))
-    except Mistake as mistake:
-        raise FormulaError(f"{{}} cannot be computed, as {mistake}.", Option("formula")) from None
+    except (Mistake, TypeError) as mistake:  # torch's functions and Python's math take no expressions
+        raise FormulaError(
+            "{} cannot be computed, as {}; its functions are those of attention.formula.", Option("formula"), mistake
+        ) from None

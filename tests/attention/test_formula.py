@@ -186,6 +186,8 @@ def test_a_function_is_the_formula_that_it_computes():
     assert Score(formula=near) == Score(formula=trace(near))
     with pytest.raises(FormulaError, match=r"cannot branch with if"):
         Score(formula=lambda s, i, j: s if i > j else 2 * s)
+    with pytest.raises(FormulaError, match=r"Tensor, not Traced; its functions are those of attention\.formula"):
+        Score(formula=lambda s: torch.tanh(s))
 
 
 REFUSED = {
