@@ -32,7 +32,7 @@ GRAIN = 512  # bytes, as torch's allocator aligns tensors
 Replay = Callable[[Sequence[Tensor]], Any]
 
 REPLAYS: dict[Hashable, Replay | Literal[False]] = {}  # False: one such call was seen
-MOST_REPLAYS = 4096  # then they are recorded anew, so that the dictionary cannot grow for ever
+MOST_REPLAYS = 1024  # then they are recorded anew, so that the dictionary cannot grow for ever
 
 
 class UnrecordedError(Exception):
@@ -79,10 +79,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 def replayed(function: Callable[..., Any], tensors: Sequence[Tensor], *rest: Hashable) -> Any:
     """function(tensors, *rest), whose results are tensors that it allocates."""
-    first, hooks = tensors[0], triton.knobs.runtime
-    if not first.is_cuda or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # of profilers
-        return function(tensors, *rest)
-    if first.get_device() != torch.cuda.current_device():
+    first = tensors[0]
+    if not first.is_cuda or has_hooks() or first.get_device() != torch.cuda.current_device():
         return function(tensors, *rest)
     key = (function, rest, first.device, *[(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT) for x in tensors])
     replay = REPLAYS.get(key)
@@ -105,6 +103,12 @@ def replayed(function: Callable[..., Any], tensors: Sequence[Tensor], *rest: Has
 def same(x: Tensor, room: Tensor) -> bool:
     """Whether x is all of a tensor that was allocated; torch's objects for it may be several."""
     return x.data_ptr() == room.data_ptr() and x.shape == room.shape and x.stride() == room.stride()
+
+
+def has_hooks() -> bool:
+    """Whether a profiler is to hear of each launch."""
+    runtime = triton.knobs.runtime
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
 
 
 class Writer:

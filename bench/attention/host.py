@@ -2,13 +2,12 @@
 
     python -m bench.attention.host      a minute on a GPU
 
-B 1, H 8, T 256, D 64, bf16. Calls are queued behind a long kernel, so that the GPU's time does not count; the median of
-repeats. Rows go to bench/results/host-<device>.json, with a table beside it.
+B 1, H 8, T 256, D 64, bf16. Calls are queued behind a long kernel, so that the GPU's time does not count; the least of
+several repeats. Rows go to bench/results/host-<device>.json, with a table beside it.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from recipe.wording import markdown_table as table
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 B, H, T, D = 1, 8, 256, 64
-CALLS, REPEATS, PAUSE_CYCLES = 40, 9, 200_000_000
+CALLS, REPEATS, PAUSE_CYCLES = 40, 15, 200_000_000
 
 
 def torchs(backend: SDPBackend) -> Attend:
@@ -71,7 +70,7 @@ def candidates(device: torch.device) -> dict[str, tuple[int, Attend]]:
 def host_us(call: Callable[[], object]) -> float:
     """Microseconds of the host for a call."""
     samples = []
-    for _ in range(REPEATS + 1):
+    for _ in range(REPEATS):
         torch.cuda.synchronize()
         torch.cuda._sleep(PAUSE_CYCLES)
         start = time.perf_counter()
@@ -79,7 +78,7 @@ def host_us(call: Callable[[], object]) -> float:
             call()
         samples.append((time.perf_counter() - start) / CALLS * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(samples[1:])  # the first compiles
+    return min(samples)  # what comes in between is another program's
 
 
 def trained(attend: Attend, inputs: tuple[Tensor, Tensor, Tensor], do: Tensor) -> None:

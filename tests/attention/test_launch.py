@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler import CompiledKernel
 
 from attention.flash import launch as module
 from attention.flash.launch import Recording, UnrecordedError, Writer, launch
@@ -114,6 +117,22 @@ CONSTANT = torch.randn(2, 4)
 def test_a_call_that_does_more_than_allocate_and_launch_is_not_replayed(function: Any) -> None:
     with pytest.raises(UnrecordedError):
         replay_of(function, [torch.randn(2, 4), torch.randn(2, 4)])
+
+
+def test_this_triton_has_the_names_that_replays_use() -> None:
+    """As on a GPU: without them every call would go through Triton."""
+    source = " ".join(inspect.getsource(nvidia.CudaLauncher).split())
+    head = "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, "
+    hooks = "kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, "
+    scratch, signature = "global_scratch, profile_scratch, ", "self.arg_annotations, self.kernel_signature, "
+    assert head + scratch + "*args)" in source or head + hooks + scratch + signature in source
+    assert {"global_scratch_size", "profile_scratch_size"} <= set(re.findall(r"self\.(\w+)", source))
+    launcher = nvidia.wrap_handle_tensordesc(print, {0: "tensordesc<fp16[1, 64]>"}, [{}])
+    assert inspect.getclosurevars(launcher).nonlocals["launcher"] is print
+    assert nvidia.TMA_DTYPE_DEVICE_TO_HOST[8] == 10
+    assert "fill_tma_descriptor" in inspect.getsource(nvidia.CudaUtils)
+    compiled = inspect.getsource(CompiledKernel)
+    assert all(f"self.{name} = " in compiled for name in ("packed_metadata", "function", "metadata"))
 
 
 def test_every_kernel_is_launched_where_a_recording_sees_it() -> None:
