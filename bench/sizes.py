@@ -33,7 +33,7 @@ BUDGETS = {
     "recipe/compare": 32_600,
     "recipe": 2_700,
     "learn": 8_800,
-    "bench": 20_100,
+    "bench": 20_450,
     "docs": 500,
     "records": 300,
     ".": 5_000,

@@ -3,7 +3,8 @@
     python -m bench.attention.host      a minute on a GPU
 
 B 1, H 8, T 256, D 64, bf16. Calls are queued behind a long kernel, so that the GPU's time does not count; the least of
-several repeats. Rows go to bench/results/host-<device>.json, with a table beside it.
+several repeats. Beside it what that leaves of the GPU's speed where calls of 16 x 1,024 tokens, 2,048 channels, follow
+each other. Rows go to bench/results/host-<device>.json, with a table beside it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from recipe.wording import markdown_table as table
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 B, H, T, D = 1, 8, 256, 64
+AT_1K = ("flash", "SDPA, cuDNN", "SDPA, FlashAttention-2")
 CALLS, REPEATS, PAUSE_CYCLES = 40, 15, 200_000_000
 
 
@@ -81,6 +83,30 @@ def host_us(call: Callable[[], object]) -> float:
     return min(samples)  # what comes in between is another program's
 
 
+def eager_tflops(attend: Attend, D: int, device: torch.device) -> list[float]:
+    """TFLOP/s of the forward and the backward pass at 1,024 tokens, of calls that follow each other."""
+    heads, sequences, tokens = 2048 // D, 16, 1024
+    flops = 2 * sequences * heads * tokens**2 * D  # of two products of half a square
+    shape = (sequences, heads, tokens, D)
+    q, k, v, do = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=i < 3) for i in range(4))
+
+    def seconds(call: Callable[[], object]) -> float:
+        samples = []
+        for _ in range(REPEATS):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            torch.cuda.synchronize()
+            samples.append((time.perf_counter() - start) / CALLS)
+        return min(samples)
+
+    with torch.no_grad():
+        forward = seconds(partial(attend, q, k, v))
+    backward = seconds(partial(trained, attend, (q, k, v), do)) - forward
+    return [round(flops / forward / 1e12), round(2.5 * flops / backward / 1e12)]
+
+
 def trained(attend: Attend, inputs: tuple[Tensor, Tensor, Tensor], do: Tensor) -> None:
     """A forward and a backward pass."""
     torch.autograd.grad(attend(*inputs), inputs, do)
@@ -102,11 +128,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             row = {"name": name, "forward_us": round(forward, 1)}
             if attend(q, k, v).requires_grad:
                 row["both_us"] = round(host_us(partial(trained, attend, (q, k, v), torch.randn_like(q))), 1)
+            if name in AT_1K:
+                row |= {f"tflops_{D}": eager_tflops(attend, D, device) for D in (64, 128)}
             recorder.add(row)
-    head = ["microseconds of the host", "forward", "forward and backward"]
+    sizes = [f"1k tokens, head size {D}: TFLOP/s forward/backward" for D in (64, 128)]
+    head = ["microseconds of the host", "forward", "forward and backward", *sizes]
     path = recorder.path
     rows = (
-        [row["name"], *(f"{row[x]:.0f}" if x in row else "" for x in ("forward_us", "both_us"))] for row in read(path)
+        [
+            row["name"],
+            *(f"{row[x]:.0f}" if x in row else "" for x in ("forward_us", "both_us")),
+            *("/".join(map(str, row.get(f"tflops_{D}", []))) for D in (64, 128)),
+        ]
+        for row in read(path)
     )
     write_table(path.with_suffix(".md"), table(head, rows), path)
 
