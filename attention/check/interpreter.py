@@ -22,6 +22,7 @@ def hasten() -> None:
     replace_language_once()
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     derive_tensors_once()
+    derive_types_once()
 
 
 def replace_language_once() -> None:
@@ -48,6 +49,42 @@ def derive_tensors_once() -> None:
         self.shape, self.numel, self.dtype = derived[type.name]
 
     tl.tensor.__init__ = initialise_once
+
+
+def derive_types_once() -> None:
+    """Remember what Triton derives for each new type of a block, numpy's type for it, and the type in which two numbers
+    are computed with. Blocks of one shape have one object as their shape, which tells without a look at its numbers."""
+    semantic: Any = interpreter.interpreter_semantic
+    initialise: Any = tl.block_type.__init__
+    broadcast, cast, numpy_type = semantic.broadcast_impl_value, semantic.cast, interpreter._get_np_dtype
+    derived: dict[tuple, tuple] = {}
+    shapes: dict[str, Any] = {}
+    numpy_types: dict[str, np.dtype] = {}
+
+    def initialise_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *shape
+        if key not in derived:
+            initialise(self, element_ty, shape)
+            derived[key] = shapes.setdefault(str(self.shape), self.shape), self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = derived[key]
+
+    def broadcast_others(x: Any, y: Any) -> Any:
+        alike = x.type.is_block() and y.type.is_block() and x.type.shape is y.type.shape
+        return (x, y) if alike else broadcast(x, y)
+
+    def cast_others(x: Any, to: Any, rounding: str | None = None) -> Any:
+        return x if x.dtype is to and rounding is None else cast(x, to, rounding)
+
+    def numpy_type_once(of: Any) -> np.dtype:
+        if of.name not in numpy_types:
+            numpy_types[of.name] = numpy_type(of)
+        return numpy_types[of.name]
+
+    tl.block_type.__init__ = initialise_once
+    semantic.broadcast_impl_value, semantic.cast = broadcast_others, cast_others
+    semantic.computation_type_impl = cache(semantic.computation_type_impl)
+    interpreter._get_np_dtype = numpy_type_once
 
 
 @contextmanager

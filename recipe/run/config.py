@@ -61,6 +61,7 @@ class Config:
     arena: ArenaConfig = field(default_factory=ArenaConfig)
 
 
+@functools.cache  # it stays for all configurations of this process
 def register() -> None:
     """Make Config the schema that conf/config.yaml starts from, so that every override is typed. conf/experiment/ also
     finds ${divide:a,b}, which is a // b and at least 1, and ${min:a,b}; a run folder's name has ${after_colon:text}."""
