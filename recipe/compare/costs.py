@@ -33,7 +33,7 @@ class Speed(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One implementation in one cell: its runs, one a seed, and its place on the sweep's axis."""
+    """One implementation in one cell: its runs, one a seed, and its length, or place in the sweep."""
 
     label: str
     cell: Cell
@@ -141,7 +141,7 @@ def same_tokens(sweep: Sweep) -> bool:
     """Whether runs of several lengths were trained on equally many tokens, so that their losses compare contexts."""
     trained = [point for of_label in points(sweep).values() for point in of_label if point.metric == "val/loss"]
     totals = [point.median("tokens") or 0.0 for point in trained]
-    return sweep.axis == "seq_len" and len({p.position for p in trained}) > 1 and 0 < max(totals) <= 1.02 * min(totals)
+    return sweep.over_lengths and len({p.position for p in trained}) > 1 and 0 < max(totals) <= 1.02 * min(totals)
 
 
 class Ranked(NamedTuple):

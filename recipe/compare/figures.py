@@ -1,4 +1,4 @@
-"""Figures of runs: losses over steps and their differences, costs over the sequence length or the devices."""
+"""Figures of runs: losses over steps and their differences, costs over the sequence length."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", 
         where = f", {worst.short}" if len(sweep.cells) > 1 else ""
         result += _parity_charts([verdict for verdict in judged if verdict.cell is worst], worst, reference, where)
     result += probe_charts(curves)
-    if sweep.axis:
-        result += _axis_charts(sweep, reference)
+    if sweep.over_lengths:
+        result += _length_charts(sweep, reference)
     return [replace(chart, name=prefix + chart.name) for chart in result]
 
 
@@ -166,15 +166,15 @@ def draw_probe(figure: Figure, cell: Cell, reference: str) -> None:
     finish_steps(figure, axes, f"difference, in units of {reference}'s rounding")
 
 
-def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
+def _length_charts(sweep: Sweep, reference: str) -> list[Chart]:
     table, result = points(sweep), list[Chart]()
 
     def add(name: str, title: str, caption: str, unit: str, value: Callable[[Point], float | None]) -> None:
         dots = {label: [(p.position, y) for p in its if (y := value(p)) is not None] for label, its in table.items()}
         if any(dots.values()):
-            result.append(Chart(name, title, caption, partial(draw_over_axis, sweep=sweep, dots=dots, unit=unit)))
+            result.append(Chart(name, title, caption, partial(draw_over_lengths, sweep=sweep, dots=dots, unit=unit)))
 
-    if sweep.axis == "seq_len" and crossovers(sweep, reference):
+    if crossovers(sweep, reference):
         theirs = {point.position: point.median("throughput/step_ms") for point in table[reference]}
 
         def gain(point: Point) -> float | None:
@@ -201,8 +201,8 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
     return result
 
 
-def draw_over_axis(figure: Figure, sweep: Sweep, dots: Dots, unit: str) -> None:
-    """One measurement of every label over the sweep's axis, with a line at 1 for ratios. Losses are not logarithmic."""
+def draw_over_lengths(figure: Figure, sweep: Sweep, dots: Dots, unit: str) -> None:
+    """One measurement of every label over the lengths, with a line at 1 for ratios. Losses are not logarithmic."""
     axes = figure.add_subplot()
     looks = styles(sweep.labels())
     for label, values in dots.items():
@@ -214,7 +214,7 @@ def draw_over_axis(figure: Figure, sweep: Sweep, dots: Dots, unit: str) -> None:
             )  # fmt: skip
     if unit.startswith("times"):
         axes.axhline(1, color=COLOURS["naive"], lw=1.6, zorder=1)
-    label_axes(axes, unit, "sequence length, tokens" if sweep.axis == "seq_len" else "devices")
+    label_axes(axes, unit, "sequence length, tokens")
     room = 0.08 + 0.1 * _mark_out_of_memory(axes, sweep)  # no line ends among the words at the upper edge
     low, high = axes.dataLim.y0, axes.dataLim.y1
     if "loss" in unit:

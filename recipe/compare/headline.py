@@ -34,7 +34,7 @@ def headline(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Headl
     verdicts  on its implementations
     """
     # In a sweep over lengths, running out of memory is an answer, not a failure.
-    if not any(run.trained or (run.out_of_memory and sweep.axis == "seq_len") for run in sweep.runs):
+    if not any(run.trained or (run.out_of_memory and sweep.over_lengths) for run in sweep.runs):
         return _no_result(sweep)
     if left_out := {str(run.option("attention.ablate")) for run in sweep.runs if run.ablated}:
         return Headline(f"Trained without a line of the online softmax: {listed(sorted(left_out))}", "none")
@@ -43,9 +43,7 @@ def headline(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Headl
         parity = parity_headline(decisive or verdicts)
         lowest = None if all(run.claims_parity for run in sweep.runs) else _lowest(ranking(sweep))
         return parity if lowest is None else parity._replace(text=f"{parity.text}. {lowest.text}")
-    if sweep.axis == "devices":
-        return Headline("Throughput over devices", "none")
-    if sweep.axis == "seq_len" and not same_tokens(sweep):
+    if sweep.over_lengths and not same_tokens(sweep):
         return Headline(_lengths(sweep, reference), "none")
     return _lowest(ranking(sweep)) or _no_result(sweep)
 

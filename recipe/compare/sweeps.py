@@ -1,8 +1,8 @@
 """Which runs belong together: a pair (of one seed: they draw the same batches and masks, so each step can be compared),
 a cell (equal but for implementation and seed), a sweep (cells of other settings).
 
-A sweep over seq_len or over the number of devices has an axis; one over anything else (optimizer.lr, score) has none,
-and its cells stand side by side.
+The cells of a sweep over seq_len are in the order of their lengths; those of one over anything else (optimizer.lr,
+score) stand side by side.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from recipe.compare.labels import among, comparison_key, places
 from recipe.compare.runs import UNKNOWN, Run, Series, natural
 from recipe.drawing import IMPLEMENTATIONS
 
-# Settings that a sweep over lengths or devices also changes, to keep the tokens of a step or of a run equal.
-_BATCH = ("training.batch_size", "training.batch_tokens")
-_WITH_LENGTH = ("seq_len", *_BATCH, "training.steps", "training.eval_batches", "schedule.warmup_steps")
-_WITH_DEVICES = ("devices", *_BATCH, "parallel")
+# Settings that a sweep over lengths also changes, to keep the tokens of a step or of a run equal.
+_WITH_LENGTH = (
+    "seq_len", "training.batch_size", "training.batch_tokens", "training.steps", "training.eval_batches",
+    "schedule.warmup_steps",
+)  # fmt: skip
 
 
 def by_seed(runs: Iterable[Run]) -> dict[int, Run]:
@@ -68,10 +69,6 @@ class Cell:
         return self.runs[0].seq_len
 
     @property
-    def devices(self) -> int:
-        return self.runs[0].devices
-
-    @property
     def short(self) -> str:
         """`where` without the groups of the settings, unless two share a name: "lr=0.003"."""
         pairs = [setting.partition("=") for setting in self.where]
@@ -95,10 +92,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Cells that are read side by side; `axis` is seq_len or devices, by which they are sorted, or None."""
+    """Cells that are read side by side, sorted by seq_len where they are `over_lengths`."""
 
     cells: tuple[Cell, ...]
-    axis: str | None = None
+    over_lengths: bool = False
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -108,8 +105,8 @@ class Sweep:
         return sorted({label for cell in self.cells for label in cell.labels()}, key=label_order)
 
     def position(self, cell: Cell) -> int:
-        """The cell's position on the axis; without an axis, its place in the sweep."""
-        return int(getattr(cell, self.axis)) if self.axis else self.cells.index(cell)
+        """The cell's length; in a sweep over something else, its place."""
+        return cell.seq_len if self.over_lengths else self.cells.index(cell)
 
 
 def label_order(label: str) -> tuple[int, list[tuple[int, str]]]:
@@ -181,16 +178,14 @@ def sweeps_of(runs: Sequence[Run]) -> list[Sweep]:
         one_batch = len({cell.seq_len for cell in cells}) == len(cells)
         for group in [cells] if one_batch else _partition(cells, lambda name: name != "seq_len"):
             if len(group) > 1:
-                sweeps.append(_along(group, "seq_len"))
+                placed = tuple(replace(cell, where=(f"seq_len={cell.seq_len}",)) for cell in group)
+                sweeps.append(Sweep(placed, over_lengths=True))
             else:
                 rest += group
     for group in _partition(rest, lambda name: among(name, ("data", "device")) and name != "data.documents"):
-        keys = [comparison_key(cell.runs[0]) for cell in group]
-        names = {name for name in set().union(*keys) if len({key.get(name) for key in keys}) > 1}
-        if "devices" in names and all(among(name, _WITH_DEVICES) for name in names):
-            sweeps.append(_along(group, "devices"))
-        else:
-            sweeps.append(Sweep(_placed(group)))
+        settings = places([cell.runs for cell in group])
+        placed = (replace(cell, where=where) for cell, where in zip(group, settings, strict=True))
+        sweeps.append(Sweep(tuple(placed)))
     return sweeps
 
 
@@ -201,15 +196,3 @@ def _partition(cells: Sequence[Cell], shared: Callable[[str], bool]) -> list[lis
         key = {name: value for name, value in comparison_key(cell.runs[0]).items() if shared(name)}
         groups.setdefault(json.dumps(key), []).append(cell)
     return list(groups.values())
-
-
-def _placed(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """The cells, each with the settings that distinguish it."""
-    settings = places([cell.runs for cell in cells])
-    return tuple(replace(cell, where=where) for cell, where in zip(cells, settings, strict=True))
-
-
-def _along(cells: Sequence[Cell], axis: str) -> Sweep:
-    """The sweep of cells over an axis, which differ by their position on it."""
-    placed = [replace(cell, where=(f"{axis}={getattr(cell, axis)}",)) for cell in cells]
-    return Sweep(tuple(sorted(placed, key=lambda cell: int(getattr(cell, axis)))), axis)

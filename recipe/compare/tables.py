@@ -59,7 +59,7 @@ def table(name: str, title: str, columns: Sequence[str], rows: Iterable[Sequence
 
 
 def cell_table(sweep: Sweep) -> Table | None:
-    """The measurements of each implementation under each setting: along the axis, or the lowest loss first."""
+    """The measurements of each implementation under each setting: by length, or the lowest loss first."""
     along = [point for of_label in points(sweep).values() for point in of_label]
     gaps = {
         (one.point.cell.where, one.point.label): apart(one.equal, one.difference, one.interval)
@@ -67,25 +67,32 @@ def cell_table(sweep: Sweep) -> Table | None:
     }
     rows = [
         [
-            f"{point.position:,}" if sweep.axis else ", ".join(point.cell.where) or DASH,
+            f"{point.position:,}" if sweep.over_lengths else ", ".join(point.cell.where) or DASH,
             point.label if len(sweep.labels()) > 1 or len(sweep.cells) == 1 else DASH,
             _state(point),
             str(len(point.runs)),
             over_seeds(point.loss_of("train/loss")),
             over_seeds(point.loss_of("val/loss")),
-            DASH if sweep.axis == "devices" else gaps.get((point.cell.where, point.label), DASH),
+            gaps.get((point.cell.where, point.label), DASH),
             speed(point.measured),
             shown(point.median("throughput/step_ms"), "{:.3g} ms"),
             shown(point.median("throughput/mfu_causal"), "{:.3g} %", 100),
             memory(point.memory_gib),
         ]
-        for point in (along if sweep.axis else by_loss(sweep))
+        for point in (along if sweep.over_lengths else by_loss(sweep))
     ]
-    columns = [sweep.axis or "settings", "implementation", "outcome", "seeds", "train loss", "val loss"]
+    columns = [
+        "seq_len" if sweep.over_lengths else "settings",
+        "implementation",
+        "outcome",
+        "seeds",
+        "train loss",
+        "val loss",
+    ]
     columns += ["to the lowest", "tokens/s", "step", "MFU (causal)"]
     columns += [f"memory{' (one layer)' if attention_alone(sweep.runs) else ''}"]
     order = f"{'setting' if len(sweep.cells) > 1 else 'implementation'}, lowest loss first"
-    title = f"By {sweep.axis or order}"
+    title = f"By {'length' if sweep.over_lengths else order}"
     caption = (
         "Losses: means over seeds ± standard deviation of one. To the lowest: paired by seed, with an interval that "
         "holds for all pairs of rows together. Costs: medians; tokens/s ± half the range of most steps."

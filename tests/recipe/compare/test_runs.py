@@ -201,9 +201,5 @@ def test_lengths_with_equal_tokens_are_one_sweep_and_mixed_batches_are_not(tmp_p
         for seq_len, batch_size in sizes[known - 2 : known]:
             write_run(tmp_path / f"{seq_len}-{batch_size}", seq_len=seq_len, batch_size=batch_size)
         lengths, *rest = sweeps_of(find_runs([tmp_path]).runs)
-        assert (lengths.axis, [cell.seq_len for cell in lengths.cells]) == ("seq_len", [256, 512])
-        assert [sweep.axis for sweep in rest] == [None] * (known // 2 - 1)
-    for devices in (8, 1, 2):
-        write_run(tmp_path / "several" / str(devices), devices=devices, batch_size=24 // devices)
-    (sweep,) = sweeps_of(find_runs([tmp_path / "several"]).runs)
-    assert (sweep.axis, [cell.devices for cell in sweep.cells]) == ("devices", [1, 2, 8])
+        assert (lengths.over_lengths, [cell.seq_len for cell in lengths.cells]) == (True, [256, 512])
+        assert [sweep.over_lengths for sweep in rest] == [False] * (known // 2 - 1)
