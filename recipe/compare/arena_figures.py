@@ -1,20 +1,19 @@
-"""Figures of an arena: the differences with their intervals, and over the run."""
+"""Figures of an arena: the differences with their intervals, and those of any runs."""
 
 from __future__ import annotations
 
 import math
 from functools import partial
 
-import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from recipe.compare.arena_results import Arena, difference_curves
+from recipe.compare.arena_results import Arena
 from recipe.compare.figures import loss_charts
 from recipe.compare.probes import probe_charts
-from recipe.compare.statistics import ALPHA, paired
+from recipe.compare.statistics import ALPHA
 from recipe.compare.tables import EQUAL, signed
-from recipe.drawing import COLOURS, Chart, finish_steps, label_axes, styles
+from recipe.drawing import COLOURS, Chart, label_axes, styles
 
 ROW = 0.46  # inches of an arm
 LOSS = "nats per token"
@@ -33,14 +32,8 @@ def forest(arena: Arena) -> Chart:
 
 def arena_charts(arena: Arena) -> list[Chart]:
     """The other figures."""
-    result = []
-    if any(difference_curves(one)[0].size > 1 for one in arena.comparisons):
-        caption = "Means over the seeds with pointwise 95 % intervals; below 0 the arm is ahead. Shaded: the margin."
-        title = f"Difference from {arena.plan.baseline} over the run"
-        result.append(Chart("difference", title, caption, partial(draw_differences, arena=arena)))
     curves = {name: list(arm.runs.values()) for name, arm in arena.arms.items() if arm.runs}
-    result += loss_charts(curves)
-    return result + probe_charts(curves)
+    return loss_charts(curves) + probe_charts(curves)
 
 
 def _unit(arena: Arena) -> tuple[str, str]:
@@ -78,26 +71,3 @@ def draw_forest(figure: Figure, arena: Arena) -> None:
     axes.margins(x=0.06)
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
-
-
-def draw_differences(figure: Figure, arena: Arena) -> None:
-    """The mean difference of each arm over the steps, with a band."""
-    axes = figure.add_subplot()
-    looks, shown = styles(list(arena.arms)), [np.zeros(1)]
-    for comparison in arena.comparisons:
-        steps, values = difference_curves(comparison)
-        if len(steps) < 2:
-            continue
-        look = looks[comparison.arm.name]
-        axes.plot(steps, values.mean(0), color=look.colour, ls=look.line, lw=1.8, label=comparison.arm.name, zorder=3)
-        bounds = paired(values.T).interval(ALPHA) if len(values) > 1 else (values[0], values[0])
-        axes.fill_between(steps, *bounds, color=look.colour, alpha=0.2, lw=0, zorder=2)
-        later = steps >= steps[-1] / 6  # early differences would flatten all the rest
-        shown += [bound[later] for bound in bounds]
-    margin = 0.0 if arena.task else arena.comparisons[0].margin
-    axes.axhspan(-margin, margin, color=COLOURS["band"], lw=0, zorder=0)
-    axes.axhline(0, color=COLOURS["naive"], lw=1.4, zorder=1)
-    values = np.concatenate([*shown, [-margin, margin]])
-    room = 0.06 * np.ptp(values)
-    axes.set_ylim(values.min() - room, values.max() + room)
-    finish_steps(figure, axes, f"validation loss less {arena.plan.baseline}'s, {LOSS}")

@@ -6,11 +6,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from recipe.compare.runs import Run
 from recipe.compare.statistics import (
@@ -24,7 +23,7 @@ from recipe.compare.statistics import (
     sign_flip,
     signed_rank,
 )
-from recipe.compare.sweeps import by_seed, difference, equal_to_the_bit, pairs_of
+from recipe.compare.sweeps import by_seed, equal_to_the_bit, pairs_of
 from recipe.run.plan import Plan, PlannedRun
 
 LOSS = "val/loss"
@@ -234,16 +233,6 @@ def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run], task: str | None) -
     trained = by_seed(run for _, run in of(seeds))
     results = {seed: loss for seed, run in trained.items() if (loss := result(run, task)) is not None}
     return ArmRuns(arm, trained, results, losses, seeds[0].lr)
-
-
-def difference_curves(comparison: Comparison) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The steps at which every pair was evaluated, and the differences of the validation losses (seeds, steps)."""
-    pairs = pairs_of(comparison.arm.runs, comparison.baseline.runs).values()
-    curves = [curve for pair in pairs if len((curve := difference(*pair, LOSS)).steps)]
-    if not curves:
-        return np.zeros(0, np.int64), np.zeros((0, 0))
-    steps = reduce(np.intersect1d, [curve.steps for curve in curves])
-    return steps, np.array([curve.values[np.isin(curve.steps, steps)] for curve in curves])
 
 
 class SizeDifference(NamedTuple):

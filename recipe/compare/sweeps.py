@@ -184,8 +184,7 @@ def sweeps_of(runs: Sequence[Run]) -> list[Sweep]:
                 rest += group
     for group in _partition(rest, lambda name: among(name, ("data", "device")) and name != "data.documents"):
         settings = places([cell.runs for cell in group])
-        placed = (replace(cell, where=where) for cell, where in zip(group, settings, strict=True))
-        sweeps.append(Sweep(tuple(placed)))
+        sweeps.append(Sweep(tuple(replace(cell, where=where) for cell, where in zip(group, settings, strict=True))))
     return sweeps
 
 

@@ -81,18 +81,12 @@ def cell_table(sweep: Sweep) -> Table | None:
         ]
         for point in (along if sweep.over_lengths else by_loss(sweep))
     ]
-    columns = [
-        "seq_len" if sweep.over_lengths else "settings",
-        "implementation",
-        "outcome",
-        "seeds",
-        "train loss",
-        "val loss",
-    ]
+    first = "seq_len" if sweep.over_lengths else "settings"
+    columns = [first, "implementation", "outcome", "seeds", "train loss", "val loss"]
     columns += ["to the lowest", "tokens/s", "step", "MFU (causal)"]
     columns += [f"memory{' (one layer)' if attention_alone(sweep.runs) else ''}"]
     order = f"{'setting' if len(sweep.cells) > 1 else 'implementation'}, lowest loss first"
-    title = f"By {'length' if sweep.over_lengths else order}"
+    title = f"By {first if sweep.over_lengths else order}"
     caption = (
         "Losses: means over seeds ± standard deviation of one. To the lowest: paired by seed, with an interval that "
         "holds for all pairs of rows together. Costs: medians; tokens/s ± half the range of most steps."

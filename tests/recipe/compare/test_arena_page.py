@@ -68,7 +68,7 @@ def test_the_files_are_complete(folder: Path, report: Report) -> None:
     out = folder / "report"
     assert {path.name for path in out.iterdir()} == {"index.html", "runs.csv", "arena.json", "figures"}
     names = {path.stem for path in (out / "figures").glob("*.png")}
-    assert names == {"forest", "difference", "loss", "recall-mqar"}
+    assert names == {"forest", "loss", "recall-mqar"}
     page = (out / "index.html").read_text()
     assert "<b>&|" not in page.replace("&lt;b&gt;&amp;|", "")
     arms = json.loads((out / "arena.json").read_text())["arms"]

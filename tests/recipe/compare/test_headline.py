@@ -1,4 +1,4 @@
-"""Headlines and tables over lengths, devices and settings, against the laws of the synthetic runs."""
+"""Headlines and tables over lengths and settings, against the laws of the synthetic runs."""
 
 from __future__ import annotations
 
