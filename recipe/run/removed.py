@@ -22,6 +22,7 @@ REMOVED: dict[str, str] = {
     "parallel.context_by": "leave it out: ranks exchange heads where these divide evenly, else keys",
     "parallel.exact": "leave it out: any number of ranks adds gradients in a fixed order, a power of two in one rank's",
     "parallel.timeout_s": "leave it out: a rank waits 10 minutes for another",
+    "schedule.decay_fraction": "leave it out: schedule=wsd decays over the last fifth of the steps",
     "score.show": "leave it out: attention/flash/formula.py writes the code of a formula",
     "tracking=tensorboard": "choose tracking=offline, W&B in the run folder; metrics.jsonl has every metric",
     "tracking.mode=tensorboard": "choose tracking=offline, W&B in the run folder; metrics.jsonl has every metric",
@@ -50,6 +51,7 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "parallel.context_by": ("auto",),
     "parallel.exact": (True, False),  # sums of the latter differed by rounding
     "parallel.timeout_s": (600.0,),
+    "schedule.decay_fraction": (0.2,),
     "score.show": (False, True),
     "tracking": ("tensorboard",),
     "tracking.mode": ("tensorboard",),

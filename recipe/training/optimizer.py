@@ -20,6 +20,7 @@ AUTO = "auto"
 MOMENTUM = "momentum_buffer"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0, so that few iterations are enough
 ITERATIONS, EPS = 5, 1e-7
+DECAY_FRACTION = 0.2  # of all steps, in wsd
 STACKED = 2**26  # most elements in a stack: the memory of an update does not grow with the model
 
 
@@ -53,16 +54,14 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The options under `schedule.*`.
 
-    name            cosine, wsd (warmup-stable-decay) or constant
-    warmup_steps    steps of linear growth from (almost) zero; auto: a tenth of all steps, 100 at most
-    min_lr_ratio    final learning rate as a fraction of its peak (cosine, wsd)
-    decay_fraction  fraction of all steps used by the final decay (wsd)
+    name          cosine, wsd (warmup-stable-decay) or constant
+    warmup_steps  steps of linear growth from (almost) zero; auto: a tenth of all steps, 100 at most
+    min_lr_ratio  final learning rate as a fraction of its peak (cosine, wsd)
     """
 
     name: str = "cosine"
     warmup_steps: int | str = AUTO
     min_lr_ratio: float = 0.1
-    decay_fraction: float = 0.2
 
     def warmup(self, steps: int) -> int:
         """The number of warm-up steps in a run of `steps`."""
@@ -77,8 +76,8 @@ def cosine(step: int, steps: int, config: ScheduleConfig) -> float:
 
 
 def wsd(step: int, steps: int, config: ScheduleConfig) -> float:
-    """1, then down over the last steps as 1 - sqrt: Hägele et al. 2024, "Scaling Laws ... Beyond Fixed Training"."""
-    decay_steps = config.decay_fraction * steps
+    """1, then down over the last fifth as 1 - sqrt: Hägele et al. 2024, "Scaling Laws ... Beyond Fixed Training"."""
+    decay_steps = DECAY_FRACTION * steps
     progress = max(step - (steps - decay_steps), 0) / max(decay_steps, 1)
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 - math.sqrt(progress))
 
@@ -319,6 +318,5 @@ def optimizer_mistakes(config: OptimizerConfig, schedule: ScheduleConfig, steps:
             f"schedule.warmup_steps={schedule.warmup_steps} must lie between 0 and training.steps={steps}; "
             f"use schedule.warmup_steps={AUTO}."
         )
-    for name in ("min_lr_ratio", "decay_fraction"):
-        if not 0 <= getattr(schedule, name) <= 1:
-            yield f"schedule.{name}={getattr(schedule, name)} must lie between 0 and 1."
+    if not 0 <= schedule.min_lr_ratio <= 1:
+        yield f"schedule.min_lr_ratio={schedule.min_lr_ratio} must lie between 0 and 1."

@@ -87,12 +87,12 @@ def test_cosine_is_torchs_annealing_after_the_warm_up() -> None:
     assert rates(ScheduleConfig(warmup_steps=100, min_lr_ratio=0.1))[100:] == pytest.approx(expected)
 
 
-def test_wsd_holds_the_peak_and_gives_it_up_over_the_last_fraction() -> None:
-    lr = rates(ScheduleConfig(name="wsd", warmup_steps=100, min_lr_ratio=0.2, decay_fraction=0.25))
-    assert lr[100:751] == [PEAK] * 651
-    assert lr[800] == pytest.approx(PEAK * (0.2 + 0.8 * (1 - math.sqrt(50 / 250))))
+def test_wsd_holds_the_peak_and_gives_it_up_over_the_last_fifth() -> None:
+    lr = rates(ScheduleConfig(name="wsd", warmup_steps=100, min_lr_ratio=0.2))
+    assert lr[100:801] == [PEAK] * 701
+    assert lr[850] == pytest.approx(PEAK * (0.2 + 0.8 * (1 - math.sqrt(50 / 200))))
     assert lr[1000] == pytest.approx(0.2 * PEAK)
-    assert all(later < earlier for earlier, later in pairwise(lr[750:]))
+    assert all(later < earlier for earlier, later in pairwise(lr[800:]))
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
