@@ -322,12 +322,12 @@ MAKERS: dict[str, Callable[..., Node]] = {
 }
 
 
-def rebuild(x: Node, change: dict[Node, Node], last: Callable[[Node], Node] = lambda y: y) -> Node:
-    """x with nodes replaced by `change`, and simplified again, each by `last` too. `change` grows by all nodes of x."""
+def rebuild(x: Node, change: dict[Node, Node]) -> Node:
+    """x with nodes replaced by `change`, and simplified again. `change` grows by all nodes of x."""
     for y in topological([x]):
         if y not in change:
             args = tuple(change[z] for z in y.args)
-            change[y] = last(y if args == y.args else combine(y, args))
+            change[y] = y if args == y.args else combine(y, args)
     return change[x]
 
 
