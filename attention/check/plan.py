@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 from .cases import Case
 
+SHOWN = 6  # the most values that are listed
 COSTLY = 3.0  # a call is costly if it has so many times the mean number of operations
 
 
@@ -59,6 +60,22 @@ class Plan:
         return before - len(self.todo)
 
     def left_out(self, group: str) -> str:
-        """In words: the number of calls of a group that were not made."""
-        left = sum(planned.group == group for planned in self.todo)
-        return f"no time for {left:,} more" if left else ""
+        """In words: the number of calls of a group that were not made, and the values that no other call had."""
+        left, tried = ([x.case for x in planned if x.group == group] for planned in (self.todo, self.tried))
+        if not left:
+            return ""
+        missing: dict[str, list[Any]] = {}
+        for name in (field.name for field in fields(Case) if field.name != "seed"):
+            values = {getattr(case, name) for case in left} - {getattr(case, name) for case in tried}
+            if values and not (name == "S" and set(missing.get("T", ())) == values):
+                missing[name] = sorted(values, key=lambda x: (x is None, x))
+        words = [f"{name} {listed(values)}" for name, values in missing.items()]
+        return f"no time for {len(left):,} more" + (f", so for none with {'; '.join(words)}" if words else "")
+
+
+def listed(values: Sequence[Any]) -> str:
+    """Values in words: all of them, or the first and the last where there are many."""
+    words = ["+".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in values]
+    if len(values) > SHOWN:
+        return f"{words[0]} to {words[-1]} ({len(values)} values)"
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -524,16 +524,23 @@ def test_an_output_that_the_next_call_overwrites_is_a_failure(only):
     assert side_effects.detail.startswith("a call overwrites out of the call before (fp32 B=2")
 
 
-def test_a_check_tries_each_input_once_before_any_twice_the_costly_ones_last_and_counts_what_it_left_out():
+def test_a_check_tries_each_input_once_before_any_twice_the_costly_ones_last_and_names_what_it_left_out():
     every = {(group, case.seed) for group, cases in groups(0).items() for case in cases}
     plan = Plan(groups(0), ("fp32", "bf16", "fp16"), 0)
     first = plan.todo[: len(every)]
     assert {(x.group, x.case.seed) for x in first} == every
     assert {x.case.T for x in first[-20:]} >= {769, 1025}
     assert not {769, 1025} & {x.case.T for x in first[:-40]}
+    while (planned := plan.todo[0]).case.T < 769:
+        plan.tried.append(plan.todo.pop(0))
+    assert planned.group == "lengths"
     left = sum(x.group == "lengths" for x in plan.todo)
-    del plan.todo[0]
-    left -= first[0].group == "lengths"
+    untried = {x.case.T for x in plan.todo if x.group == "lengths"} - {
+        x.case.T for x in plan.tried if x.group == "lengths"
+    }
+    named = ", ".join(map(str, sorted(untried - {1025})))
+    assert plan.left_out("lengths") == f"no time for {left} more, so for none with T {named} or 1025"
+    plan.tried += plan.todo[: len(every)]
     assert plan.left_out("lengths") == f"no time for {left} more"
     plan.todo.clear()
     assert plan.left_out("lengths") == ""
