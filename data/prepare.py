@@ -260,8 +260,17 @@ def _make_tokenizer(config: DataConfig, corpus: Corpus, console: Console) -> Tok
         return gpt2_tokenizer()
     if config.tokenizer != "bpe":
         return own_tokenizer.read(Path(config.tokenizer))
-    console.print(f"learning at most {config.bpe_vocab_size:,} tokens from data={config.name}")
-    return bpe_tokenizer(_training_text(corpus), config.bpe_vocab_size)
+    learning = f"learning {config.bpe_vocab_size:,} tokens from data={config.name}"
+    if not console.is_terminal:
+        console.print(learning)
+    with console.status(learning):
+        tokenizer = bpe_tokenizer(_training_text(corpus), config.bpe_vocab_size)
+    if tokenizer.n_vocab < config.bpe_vocab_size:
+        console.print(
+            f"data={config.name} gives {tokenizer.n_vocab:,} tokens only, fewer than data.bpe_vocab_size="
+            f"{config.bpe_vocab_size}: every pair of them that occurs is merged already."
+        )
+    return tokenizer
 
 
 def _training_text(corpus: Corpus) -> Iterator[str]:

@@ -246,11 +246,15 @@ def test_an_interrupted_preparation_is_not_used_if_it_is_incomplete(config, corp
     assert files_of(prepare(config)) == uninterrupted
 
 
-def test_a_learned_vocabulary_has_at_most_the_size_asked_for(config):
+def test_a_vocabulary_smaller_than_asked_for_is_reported(config, capsys):
     config.tokenizer = "bpe"
-    assert prepare(config).vocab_size < 4096
+    data = prepare(config)
+    assert data.vocab_size < 4096
+    notice = f"data=text gives {data.vocab_size:,} tokens only, fewer than data.bpe_vocab_size=4096"
+    assert notice in " ".join(capsys.readouterr().err.split())
     config.bpe_vocab_size = 280
     assert prepare(config).vocab_size == 280
+    assert "tokens only" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", range(5))
