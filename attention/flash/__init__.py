@@ -9,6 +9,7 @@
     score.py     the tiles of keys and queries that see each other, and changes to scores
     horizon.py   the distance beyond which ALiBi leaves a key no weight
     formula.py   scores by formula: their functions in Triton; formula_gradients.py has the gradients of learned tensors
+    launch.py    launches of kernels, and the replay of calls alike
     tiles.py     tiles of (B, H, T, D) tensors, in and out of the chip
     call.py      a call, its block sizes by head size, dtype, dropout and architecture, and formulas that are options
 
