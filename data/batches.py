@@ -156,10 +156,6 @@ class Batches:
         self.n_offsets = min(seq_len, len(self.windows) - (self.n_windows - 1) * seq_len)
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)  # two, because a batch may be part of both
 
-    def starts(self, step: int, micro_step: int = 0) -> np.ndarray:
-        """The first token of each window of the micro-batch: (B,) int64."""
-        return self.starts_of(self.global_batch.numbers(step, micro_step))
-
     def starts_of(self, sequences: np.ndarray) -> np.ndarray:
         """The first token of the windows of sequences, which are numbered over the run: both (n,) int64."""
         epochs, places = np.divmod(sequences, self.n_windows)
@@ -282,15 +278,11 @@ def eval_batches(
 
 
 def _windows(tokens: np.ndarray, seq_len: int, split: str) -> np.ndarray:
-    """Every window of the tokens, overlapping ones included, as a view: (len(tokens) - seq_len, seq_len + 1)."""
-    check_window(tokens, seq_len, split)
-    return sliding_window_view(tokens, seq_len + 1)
-
-
-def check_window(tokens: np.ndarray, seq_len: int, split: str) -> None:
-    """Raise DataError where the tokens of a split do not fill one window."""
+    """Every window of the tokens, overlapping ones included, as a view: (len(tokens) - seq_len, seq_len + 1). Raises
+    DataError where the tokens of the split do not fill one."""
     if len(tokens) <= seq_len:
         raise DataError(
             f"the {split} split has {len(tokens)} tokens and a window takes seq_len + 1 = {seq_len + 1}; "
             "lower seq_len, give more text, raise data.max_tokens if it is set, or change data.val_fraction."
         )
+    return sliding_window_view(tokens, seq_len + 1)

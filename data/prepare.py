@@ -236,19 +236,13 @@ def _write_tokens(
                     break
         save()
     counts = position.splits
-    if not any(count["tokens"] for count in counts.values()):
-        shutil.rmtree(partial)
-        where = config.path or config.hub or config.name
-        raise DataError(
-            f"{where} holds no text: there are no rows, or their field {config.text_field!r} is empty; give it some, "
-            "or choose another data.text_field."
-        )
     for split, count in counts.items():
         if not count["tokens"]:
             shutil.rmtree(partial)
             raise DataError(
-                f"data={config.name} leaves nothing for the {split} split at data.val_fraction="
-                f"{config.val_fraction:g} and data.max_tokens={config.max_tokens}; change one or give more text."
+                f"data={config.name} leaves nothing for the {split} split: {config.path or config.hub or 'it'} has no "
+                f"rows, their field {config.text_field!r} is empty, or data.val_fraction={config.val_fraction:g} and "
+                f"data.max_tokens={config.max_tokens} leave too little; change one or give more text."
             )
     return counts
 

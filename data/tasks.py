@@ -57,14 +57,12 @@ class Task(ABC):
     """A generator of sequences.
 
     name         as in data=<name>
-    source       the paper that it comes from
     vocab_size   of its tokens
     chance       the accuracy of guessing among all answers
     min_seq_len  the shortest sequence that it fits
     """
 
     name: str
-    source: str
     vocab_size: int
     chance: float
     min_seq_len: int = 32
@@ -89,7 +87,6 @@ class AssociativeRecall(Task):
     """
 
     name = "mqar"
-    source = "Arora et al. 2023, Zoology"
     KEYS = VALUES = 16
     vocab_size = 1 + KEYS + VALUES
     chance = 1 / VALUES
@@ -120,7 +117,6 @@ class Induction(Task):
     """
 
     name = "induction"
-    source = "Olsson et al. 2022, In-context Learning and Induction Heads"
     vocab_size = 64
     chance = 1 / vocab_size
 
@@ -146,7 +142,6 @@ class Needle(Task):
     """
 
     name = "needle"
-    source = "Kamradt 2023, Needle in a Haystack"
     NEEDLES, HAY = 64, 64
     vocab_size = 1 + NEEDLES + HAY
     chance = 1 / NEEDLES
@@ -176,7 +171,6 @@ class Counting(Task):
     """
 
     name = "counting"
-    source = "Bhattamishra et al. 2020, On the Ability and Limitations of Transformers to Recognize Formal Languages"
     LETTERS, LONGEST = 2, 8
     vocab_size = LETTERS + LONGEST
     chance = 1 / LONGEST
