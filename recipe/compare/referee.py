@@ -32,7 +32,7 @@ from recipe.compare.statistics import MOST_PAIRS, NO_GAINS, Calibration, hopeles
 from recipe.compare.watched import READS
 from recipe.errors import UserError
 from recipe.files import to_json
-from recipe.run.run_folder import LOCK, read_summary
+from recipe.run.run_folder import CONSOLE, LOCK, last_line, read_summary
 
 RECORDS, LEDGER = Path("records"), "ledger.json"
 KEPT, DROPPED, INVALID = "kept", "dropped", "not valid"
@@ -286,13 +286,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 def python(tree: Path, folder: Path, *arguments: str) -> int:
     """Run a module of a worktree, which writes to console.log in the run folder. Returns its status."""
-    with (folder / "console.log").open("ab") as console:
+    with (folder / CONSOLE).open("ab") as console:
         command = [sys.executable, "-m", *arguments]
         done = subprocess.run(command, cwd=tree, stdout=console, stderr=console, check=False)
     return done.returncode
-
-
-def last_line(folder: Path) -> str:
-    """The last line of a run's console."""
-    lines = (folder / "console.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it says nothing"

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data.untrusted import UntrustedError, read_end
+from data.untrusted import UntrustedError
 from recipe.errors import UserError
 from recipe.files import flatten, number, recorded_number
 from recipe.run.metrics import DAMAGED, read_metrics
 from recipe.run.removed import config_as_today
-from recipe.run.run_folder import CONFIG, OVERRIDES, SUMMARY, read_config_values, read_summary
+from recipe.run.run_folder import CONFIG, OVERRIDES, SUMMARY, last_line, read_config_values, read_summary
 
 UNKNOWN = "unknown device"
 _SKIPPED_FOLDERS = {"checkpoints", "wandb", "report", ".hydra", ".submitit"}
@@ -228,8 +228,8 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     """One run folder. Files that are missing, truncated or damaged are skipped, and noted."""
     notes: list[str] = []
     summary = _read(folder, SUMMARY, read_summary, notes)
-    if not summary and (reason := _last_error(folder / "console.log")):
-        summary = {"status": "failed", "message": reason}
+    if not summary and (said := last_line(folder)).startswith("error: "):  # before it could write a summary
+        summary = {"status": "failed", "message": said.removeprefix("error: ")}
     config = summary.get("config")
     if not isinstance(config, Mapping):
         config = _read(folder, CONFIG, read_config_values, notes)
@@ -260,16 +260,6 @@ def _run_folders(top: Path, notes: list[str]) -> Iterable[Path]:
                 waiting += [child for child in children if child.is_dir() and not child.is_symlink()]
         except OSError as error:
             notes.append(f"{folder} {_reason(error)} and was left out.")
-
-
-def _last_error(console: Path) -> str | None:
-    """The `error: ...` that a job of a sweep ended with before it could write a summary."""
-    try:
-        lines = read_end(console).split("\n")
-    except (OSError, UntrustedError):
-        return None
-    last = next((line for line in reversed(lines) if line.strip()), "")
-    return last.removeprefix("error: ") if last.startswith("error: ") else None
 
 
 def _read(folder: Path, name: str, read: Callable[[Path], dict[str, Any]], notes: list[str]) -> dict[str, Any]:

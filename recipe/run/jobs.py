@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic import write_atomically
-from data.untrusted import UntrustedError, read_end, read_json
+from data.untrusted import UntrustedError, read_json
 from recipe.errors import UserError
 from recipe.run.removed import as_today
-from recipe.run.run_folder import check_not_running, read_overrides, read_summary
+from recipe.run.run_folder import check_not_running, last_line, read_overrides, read_summary
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = "sweep.json"
-CONSOLE = "console.log"
 # The backslashes with which Hydra writes the special characters of a swept value.
 ESCAPES = re.compile(r"\\([\\()\[\]{}:=, \t])")
 # Overrides that the launcher adds to a job's; the run records them too.
@@ -63,13 +62,7 @@ class Job:
 
     def failure_message(self) -> str:
         """Why it failed: the message in its summary, else the last line of its console."""
-        message = self.summary().get("message")
-        try:
-            lines = [str(message)] if message else read_end(self.folder / CONSOLE).split("\n")
-        except (OSError, UntrustedError):
-            lines = []
-        said = [line for line in lines if line.strip()]
-        return said[-1].removeprefix("error: ").strip() if said else "it ended without a message."
+        return str(self.summary().get("message") or last_line(self.folder)).removeprefix("error: ").strip()
 
     def check_folder(self) -> None:
         """Raise SweepError where the folder holds another job's run, StillRunning where that runs. Changes nothing."""

@@ -37,9 +37,9 @@ from omegaconf import DictConfig, OmegaConf
 from data.atomic import write_atomically
 from recipe import CONF
 from recipe.run.compose import quoted
-from recipe.run.jobs import CONSOLE, Job, SweepError, names_of, share_checkout, without, write_manifest
+from recipe.run.jobs import Job, SweepError, names_of, share_checkout, without, write_manifest
 from recipe.run.progress import Terminal
-from recipe.run.run_folder import locked
+from recipe.run.run_folder import CONSOLE, locked
 from recipe.wording import duration
 
 SECONDS_BETWEEN_POLLS = 0.2

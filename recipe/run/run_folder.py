@@ -4,6 +4,7 @@
     .hydra/overrides.yaml   the overrides of the command line
     summary.json            how it ended
     .lock                   held while it runs
+    console.log             what it printed, of a job of a sweep and of the referee's runs
 
 The folder may come from a stranger: it is read as data, in bounded time and memory.
 """
@@ -20,11 +21,11 @@ import yaml
 from filelock import FileLock, Timeout
 
 from data.atomic import write_atomically
-from data.untrusted import UntrustedError, read_json, read_yaml
+from data.untrusted import UntrustedError, read_end, read_json, read_yaml
 from recipe.errors import UserError
 
 CONFIG, OVERRIDES, SUMMARY, LOCK = ".hydra/config.yaml", ".hydra/overrides.yaml", "summary.json", ".lock"
-OUTPUTS = Path("outputs")
+CONSOLE, OUTPUTS = "console.log", Path("outputs")
 
 
 class StillRunning(UserError, RuntimeError):
@@ -52,6 +53,15 @@ def read_overrides(folder: Path) -> list[str]:
 def read_summary(folder: Path) -> dict[str, Any]:
     """The content of summary.json. Raises OSError, UntrustedError."""
     return _mapping(read_json(folder / SUMMARY))
+
+
+def last_line(folder: Path) -> str:
+    """The last line of a run's console, or that there is none."""
+    try:
+        lines = read_end(folder / CONSOLE).split("\n")
+    except (OSError, UntrustedError):
+        lines = []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a message.")
 
 
 @contextlib.contextmanager
