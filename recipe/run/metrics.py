@@ -23,7 +23,7 @@ DAMAGED = "metrics.damaged.jsonl"  # the lines that could not be read when the r
 
 
 class TrackingError(UserError, RuntimeError):
-    """A run whose metrics cannot be recorded; the message says why and what to do."""
+    """A run folder that holds the metrics of another run; the message says what to do."""
 
 
 def read_metrics(path: Path, damaged: dict[int, bytes] | None = None) -> list[dict[str, Any]]:
@@ -86,19 +86,13 @@ class MetricsFile:
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log `metrics` after `step` updates. A second line of the same step adds to the first.
 
-        Raises TrackingError where it cannot be written, ValueError for a step before the last one.
+        Raises OSError where it cannot be written, ValueError for a step before the last one.
         """
         if step < self.last_step:
             raise ValueError(f"step {step} is logged after step {self.last_step}")
         line = (to_json({"step": step, **metrics}) + "\n").encode()
-        try:
-            if self.file.write(line) != len(line):  # the disk had room for part of the line only
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise TrackingError(
-                f"{self.path} could not be written ({error.strerror}); free some space, and continue with "
-                f"resume={self.path.parent}."
-            ) from error
+        if self.file.write(line) != len(line):  # the disk had room for part of the line only
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.last_step = step
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record `metrics` after `step` updates: numbers, or words where the name says so.
 
-        Raises TrackingError if metrics.jsonl cannot be written, and nothing else.
+        Raises OSError if metrics.jsonl cannot be written, and nothing else.
         """
         self.metrics.append(step, metrics)
         self.progress.update(step, metrics)
@@ -112,18 +112,12 @@ class Tracker:
     def finish(self, summary: dict[str, Any]) -> None:
         """Write summary.json, draw loss.png, close W&B, and print where they are.
 
-        Raises TrackingError where the run folder cannot be written.
+        Raises OSError where the run folder cannot be written.
         """
         self.metrics.close()
         self.progress.close()
-        try:
-            write_summary(self.run_folder / "summary.json", summary)
-            draw_loss_curve(read_metrics(self.metrics.path), self.run_folder / "loss.png", self.name)
-        except OSError as error:
-            raise TrackingError(
-                f"{self.run_folder} could not be written ({error.strerror}); free some space there, and repeat the "
-                f"command with hydra.run.dir={self.run_folder} resume=auto."
-            ) from error
+        write_summary(self.run_folder / "summary.json", summary)
+        draw_loss_curve(read_metrics(self.metrics.path), self.run_folder / "loss.png", self.name)
         if self.wandb is not None:
             self.wandb.end(True, SECONDS_TO_FINISH[self.config.mode.value])
             self._warn()

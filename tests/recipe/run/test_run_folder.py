@@ -78,7 +78,11 @@ def test_a_full_disk_ends_in_a_sentence_with_the_way_on_and_leaves_no_half_of_a_
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command, again, files in (
-        ([*SMALL, "training.steps=1"], "hydra.run.dir=new resume=auto", ["tokenizer.json", "config.yaml"]),
+        (
+            [*SMALL, "training.steps=1"],
+            "hydra.run.dir=new resume=auto",
+            ["tokenizer.json", "config.yaml", "summary.json"],
+        ),
         (["-m", *SMALL, "seed=1,2"], "hydra.sweep.dir=new", ["multirun.yaml", "sweep.json"]),
         (["experiment=arena", *SMALL], "hydra.sweep.dir=new", ["arena.json"]),
     ):
