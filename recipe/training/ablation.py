@@ -13,7 +13,7 @@ every row on, in any precision.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,35 +29,23 @@ MARGIN = 8.0
 FULL = Score(causal=False)
 
 
-@dataclass(frozen=True)
-class Broken:
-    """The failure of an ablated algorithm in one precision: an entry of `ablation` in summary.json.
-
-    first_bad_tile  (i, j) of queries and keys, in the order in which tiles are visited; None: all are right
-    first_bad_row   the query, counted from the start of the sequence
-    max_error       of the finished output's finite entries against fp64; None where none is finite
-    non_finite      whether the finished output has inf or NaN
-    """
-
-    ablate: str
-    dtype: str
-    first_bad_tile: tuple[int, int] | None
-    first_bad_row: int | None
-    max_error: float | None
-    non_finite: bool
-
-
 def measure(config: AttentionConfig) -> list[dict[str, object]]:
     """The `ablation` entry of a run with `config.ablate`, in fp16 and in fp32; empty where nothing is left out."""
     if config.ablate is Ablation.none:
         return []
     config = replace(config, dropout=0.0)
-    return [asdict(broken(config, name)) for name in ("fp16", "fp32")]
+    return [broken(config, name) for name in ("fp16", "fp32")]
 
 
-def broken(config: AttentionConfig, name: str) -> Broken:
-    """Find the first tile and row at which `config` is further off than the intact algorithm ever is, in the precision
-    of this name."""
+def broken(config: AttentionConfig, name: str) -> dict[str, object]:
+    """The failure of an ablated algorithm in the precision of this name: an entry of `ablation` in summary.json.
+
+    first_bad_tile  (i, j) of queries and keys, in the order in which tiles are visited: the first that is further off
+                    than the intact algorithm ever is; None: all are right
+    first_bad_row   the query, counted from the start of the sequence
+    max_error       of the finished output's finite entries against fp64; None where none is finite
+    non_finite      whether the finished output has inf or NaN
+    """
     attend, intact = build_attention(config), build_attention(replace(config, ablate=Ablation.none))
     exact = build_attention(AttentionConfig(name="naive"))
     q, k, v = growing_scores(TILES * config.block_q, TILES * config.block_k)
@@ -76,14 +64,14 @@ def broken(config: AttentionConfig, name: str) -> Broken:
 
     error = errors(attend, exact, q, k, v)
     finite = error[error.isfinite()]
-    return Broken(
-        ablate=config.ablate.value,
-        dtype=name,
-        first_bad_tile=first_tile,
-        first_bad_row=first_row,
-        max_error=finite.max().item() if len(finite) else None,
-        non_finite=len(finite) < error.numel(),
-    )
+    return {
+        "ablate": config.ablate.value,
+        "dtype": name,
+        "first_bad_tile": first_tile,
+        "first_bad_row": first_row,
+        "max_error": finite.max().item() if len(finite) else None,
+        "non_finite": len(finite) < error.numel(),
+    }
 
 
 def row_errors(attend: Attention, exact: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
