@@ -35,9 +35,12 @@ class UntrustedError(ValueError):
     """A file that is refused; the message completes the sentence "<file> ..."."""
 
 
-def read_bytes(path: Path, limit: int) -> bytes:
-    """The content of a regular file. Raises OSError, and UntrustedError beyond `limit` bytes."""
-    with _opened(path) as file:
+def read_bytes(path: Path, limit: int, *, pipe: bool = False) -> bytes:
+    """The content of a regular file. Raises OSError, and UntrustedError beyond `limit` bytes.
+
+    pipe  whether it may be a pipe, such as <(command) in a shell, which waits for its writer
+    """
+    with _opened(path, pipe) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise UntrustedError(f"is larger than {limit / MIB:g} MiB")
@@ -45,9 +48,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+def _opened(path: Path, pipe: bool = False) -> Iterator[IO[bytes]]:
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipe else os.O_NONBLOCK)), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not (stat.S_ISREG(mode) or (pipe and stat.S_ISFIFO(mode))):
             raise UntrustedError("is not a regular file")
         yield file
 
@@ -60,10 +64,10 @@ def read_end(path: Path, limit: int = CONSOLE_END) -> str:
         return file.read(limit).decode("utf-8", errors="replace")
 
 
-def read_text(path: Path, limit: int = SETTINGS) -> str:
+def read_text(path: Path, limit: int = SETTINGS, *, pipe: bool = False) -> str:
     """The content of a file in UTF-8, read as by `read_bytes`. Raises OSError, UntrustedError."""
     try:
-        return read_bytes(path, limit).decode("utf-8")
+        return read_bytes(path, limit, pipe=pipe).decode("utf-8")
     except UnicodeDecodeError:
         raise UntrustedError("is not UTF-8") from None
 

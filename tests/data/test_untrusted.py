@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from data import untrusted
 from data.errors import DataError
 from data.tokenizers import bpe_tokenizer, load_tokenizer, save_tokenizer
-from data.untrusted import UntrustedError, read_end, read_json, read_yaml
+from data.untrusted import UntrustedError, read_end, read_json, read_text, read_yaml
 
 # Nine lines that stand for 10 ** 9 values.
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -64,6 +65,14 @@ def test_a_path_that_is_no_regular_file_is_refused_at_once(make: Callable[[Path]
     for read in (read_json, read_yaml, read_end):
         with pytest.raises((UntrustedError, OSError)):
             read(tmp_path / "summary.json")
+
+
+def test_a_pipe_is_read_to_its_end_where_one_is_expected(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "prompts")
+    writer = threading.Thread(target=(tmp_path / "prompts").write_text, args=("a\nb\n",))
+    writer.start()
+    assert read_text(tmp_path / "prompts", pipe=True) == "a\nb\n"
+    writer.join()
 
 
 def test_values_that_the_recipe_writes_can_be_read(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ class Continuation:
 def read_lines(path: Path, option: str) -> list[str]:
     """The lines of a file that an option names. Raises GenerationError where it cannot be read or is empty."""
     try:
-        text = read_text(path, LINE).removeprefix("\ufeff")  # a byte order mark is not part of the text
+        text = read_text(path, LINE, pipe=True).removeprefix("\ufeff")  # a byte order mark is not part of the text
     except (OSError, UntrustedError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it {error}"
         raise GenerationError(f"{option}={path} cannot be read ({reason}); name a file of text.") from error
