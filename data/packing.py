@@ -39,8 +39,7 @@ class PackedRows:
         """
         assert split.answers is not None
         self.split, self.marks, self.seq_len, self.end_of_text = split, split.answers, seq_len, end_of_text
-        self.starts = np.asarray(split.documents)
-        self.stops = np.append(self.starts[1:] - 1, len(split.tokens))  # between two stands the end of text
+        self.starts, self.stops = np.asarray(split.documents), split.stops
         lengths = self.stops - self.starts - 1  # inputs; the last token is a target alone
         if len(too_long := np.flatnonzero(lengths > seq_len)):
             line = next(line for n, (line, _) in enumerate(numbered_rows(path)) if n == first + too_long[0])

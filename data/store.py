@@ -49,6 +49,11 @@ class TokenFile:
     documents: np.ndarray
     answers: np.ndarray | None = None
 
+    @property
+    def stops(self) -> np.ndarray:
+        """Where each document ends: between two stands the end of text."""
+        return np.append(self.documents[1:] - 1, len(self.tokens))
+
 
 @dataclass(frozen=True)
 class PreparedData:
@@ -260,11 +265,11 @@ def repeated(train: TokenFile, val: TokenFile) -> int:
     """The documents of the validation split that also stand in training."""
 
     def digests(split: TokenFile, lengths: np.ndarray) -> Iterator[bytes]:
-        stops = np.append(split.documents[1:] - 1, len(split.tokens))  # between two stands the end of text
+        stops = split.stops
         for i in np.flatnonzero(np.isin(stops - split.documents, lengths)):
             yield sha256(split.tokens[split.documents[i] : stops[i]].tobytes()).digest()
 
-    lengths = np.diff(np.append(val.documents, len(val.tokens) + 1)) - 1
+    lengths = val.stops - val.documents
     in_training = set(digests(train, lengths))
     return sum(document in in_training for document in digests(val, lengths))
 
