@@ -114,8 +114,13 @@ def horizons(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return switch
 
 
-# Files that start many processes, one after the other; they come first.
-LONGEST = {"test_several_ranks.py", "test_from_command_to_report.py", "test_submitit.py"}
+# Files that take long, the longest first: the end of the tests is not one worker's alone.
+LONGEST = [
+    "test_several_ranks", "test_check", "test_submitit", "test_flash_score", "test_resume", "test_train", "test_config",
+    "test_contract", "test_faults", "test_formula", "test_recorded_runs", "test_parity_layers", "test_context",
+    "test_experiments", "test_kernels", "test_page", "test_dropout", "test_flash", "test_compiled_step", "test_engine",
+    "test_run_folder", "test_interpreter", "test_referee", "test_notebook", "test_wandb_thread",
+]  # fmt: skip
 # Files of tests/model and tests/data that take more than two seconds; the others come last.
 LONGER = {"test_fused_norm.py", "test_parts.py", "test_prepare.py"}
 
@@ -123,9 +128,10 @@ LONGER = {"test_fused_norm.py", "test_parts.py", "test_prepare.py"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
 
-    def turn(item: pytest.Item) -> tuple[bool, bool, bool]:
+    def turn(item: pytest.Item) -> tuple[int, bool, bool]:
         quick = item.path.parent.name in ("data", "model") and item.path.name not in LONGER
-        return item.path.name not in LONGEST, not slow[item.path], quick
+        place = LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
+        return place, not slow[item.path], quick
 
     items.sort(key=turn)
 

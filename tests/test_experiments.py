@@ -29,6 +29,7 @@ def commands(file: Path) -> list[list[str]]:
     return [[compose.as_hydra_reads(argument) for argument in shlex.split(line)[2:]] for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
 def test_every_command_in_a_file_composes(file: Path) -> None:
     assert f"experiment={file.stem}" in commands(file)[0]

@@ -332,6 +332,7 @@ def assert_measured_again(folder: Path, *names: str) -> None:
     assert [path.stem for path in (folder / "probes").glob("*.png")] == [f"recall-{name}" for name in tasks]
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(config: Config) -> None:
     task = replace(
         config,
@@ -360,6 +361,7 @@ def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(confi
         load_trained(folder, ModelChoice())
 
 
+@pytest.mark.slow
 def test_the_loss_by_position_of_a_text_is_measured_beyond_the_trained_length(config: Config) -> None:
     text = replace(config, model=replace(config.model, positions=Positions.none), probes=["position_loss", "induction"])
     found = summary(run(text, "run"))["probes"]

@@ -91,7 +91,7 @@ def batches(seed: int, documents: bool, count: int) -> Iterator[tuple[Batch, Dro
         yield batch, DropoutKey(seed=seed, step=step, layer=0, first_sequence=0)
 
 
-def probed(fault: Fault, dtype: str, seed: int = 0, count: int = PROBES) -> Row:
+def probed(fault: Fault, dtype: str, seed: int = 0, count: int = PROBES, n_layers: int = 2) -> Row:
     """The results of a run's probe on a small model with initial weights: for each layer alone, in the run's precision
     and in a higher one, and for the whole model."""
     torch.manual_seed(seed)
@@ -100,7 +100,7 @@ def probed(fault: Fault, dtype: str, seed: int = 0, count: int = PROBES) -> Row:
     fields = {name: getattr(asked, name) for name in ("window", "soft_cap", "alibi", "sinks", "formula")}
     attend = build_attention(fault.attention)
     model = GPT(
-        GPTConfig(n_layers=2, n_heads=4, n_kv_heads=n_kv_heads, n_embd=64),
+        GPTConfig(n_layers=n_layers, n_heads=4, n_kv_heads=n_kv_heads, n_embd=64),
         VOCABULARY,
         T,
         attend,

@@ -390,6 +390,7 @@ def test_the_command_names_a_line_of_windows(capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("error: naive ends in a carriage return; repair the script with sed ")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_ends_the_check_in_a_sentence(capsys):
     assert main(["naive", "--dtypes", "fp32", "--seconds", "0", "--device", "cpu", "--json", "/dev/full"]) == 2

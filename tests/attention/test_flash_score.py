@@ -106,6 +106,7 @@ def test_queries_and_keys_that_stand_anywhere(score, q_start, k_start, horizons)
         torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_operator_keeps_torchs_rules_with_all_its_tensors():
     q, k, v = (x.to(DEVICE).requires_grad_() for x in Case(1, 2, 1, 40, 40, 16).tensors(torch.float32)[:3])
     starts = torch.zeros(1, 40, dtype=torch.int32, device=DEVICE)
@@ -237,6 +238,7 @@ GATED = Case(1, 4, 4, 192, 192, 16)
 FORGOTTEN = replace(GATED, H_kv=2, T=70, S=140, dropout=0.17, window=120, documents=(110, 30))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "case"), [*((run_far, case) for case in FAR_CASES.values()), (forget, FORGOTTEN)], ids=[*FAR_CASES, "gates"]
 )

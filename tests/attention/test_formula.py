@@ -275,6 +275,7 @@ def test_a_cache_gives_what_whole_sequences_give(name, text):
         torch.testing.assert_close(got[b : b + 1], alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
 def test_a_compiled_call_has_no_break_and_gives_the_same_by_operators_that_keep_torchs_rules(name):
     text = "s + bias[h, min(i - j, 7)] * s" if name == "naive" else "s + g[h, j] * tanh(s) + row[h, i]"

@@ -18,7 +18,7 @@ import torch
 from attention import AttentionConfig, build_attention
 from tests.attention.reference import KEY, Case, gradients
 
-case = Case(1, 2, 1, 10, 70, 16, window=40, soft_cap=2.0, alibi=True, sinks=True, documents=(30, 40))
+case = Case(1, 1, 1, 10, 70, 16, window=40, soft_cap=2.0, alibi=True, sinks=True, documents=(30, 40))
 attend = build_attention(AttentionConfig("flash", dropout=0.3))
 
 def run(q, k, v, sinks):
@@ -28,6 +28,7 @@ results = gradients(run, *case.tensors(torch.bfloat16), sinks=case.sink_logits()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled for the GPU")
 def test_the_interpreter_as_it_is_gives_the_same_bits(tmp_path):

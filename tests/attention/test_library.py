@@ -45,6 +45,7 @@ def test_the_wheel_has_a_command_and_every_file_of_attention_and_says_that_it_is
     )
 
 
+@pytest.mark.slow
 def test_the_library_needs_torch_and_triton_alone_and_lives_beside_a_checkout(installed):
     (path,) = installed.glob("*.dist-info")
     description = PathDistribution(path)

@@ -40,12 +40,14 @@ def checkout(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_the_checkout_runs_with_the_shape_and_dropout_of_the_cell(checkout):
     row = nanogpt.measure(checkout, "4x100", 0.5)
     assert (row["status"], row["shape"], row["dropout"], row["step_ms"]) == ("completed", "4x100", 0.5, 150.0)
     assert row["tokens_per_s"] == pytest.approx(4 * 100 / 0.150)
 
 
+@pytest.mark.slow
 def test_a_failure_is_reported_with_its_message(checkout):
     row = nanogpt.measure(checkout, "4x100", 0.75)
     assert row["status"] == "failed"

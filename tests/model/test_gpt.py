@@ -196,7 +196,7 @@ def test_recomputation_changes_no_bit_and_stores_less(name):
     assert stored[Recompute.none] > stored[Recompute.attention] > stored[Recompute.block]
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled", "blocks compiled"])
+@pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=pytest.mark.slow), "blocks compiled"])
 def test_recomputing_around_attention_calls_the_kernel_once_and_changes_no_bit(way, monkeypatch):
     config = GPTConfig(n_layers=1, n_heads=2, n_embd=16, dropout=0.1)
     kernel, results, stored = Mock(wraps=op.run_forward), {}, {}

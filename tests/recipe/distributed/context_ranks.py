@@ -38,9 +38,17 @@ CASES: dict[str, tuple[int, int, AttentionConfig, Score, bool]] = {
     "grouped odd heads": (6, 3, AttentionConfig("naive", 0.2), Score(alibi=True), False),
     "formula": (4, 4, AttentionConfig("tiled", 0.2), Score(formula=FORMULA, window=50), True),
     "formula, grouped": (8, 4, AttentionConfig("naive"), Score(formula=FORMULA), False),
+    "sinks and slopes": (
+        2,
+        2,
+        AttentionConfig("naive"),
+        Score(formula="s - slope[h] * (i - j) / 32", sinks=True),
+        False,
+    ),
+    "dropout": (2, 1, AttentionConfig("naive", 0.2), Score(window=37), False),
 }
 
-COMPILED = {ContextBy.heads: "formula, grouped", ContextBy.keys: "grouped"}
+COMPILED = {ContextBy.heads: "sinks and slopes", ContextBy.keys: "dropout"}
 
 
 def attend(case: str, by: ContextBy | None, compiled: bool = False) -> dict[str, Any]:
@@ -49,7 +57,8 @@ def attend(case: str, by: ContextBy | None, compiled: bool = False) -> dict[str,
     generator = torch.Generator().manual_seed(0)
     q, k, v, d_out = (torch.randn(B, h, T, D, generator=generator) for h in (H, H_kv, H_kv, H))
     names = {"sinks": [H]} if score.sinks else {}
-    names |= {"slope": [H], "table": [H // 2, 10], "x": [B, T]} if score.formula else {}
+    of_formula = {"slope": [H], "table": [H // 2, 10], "x": [B, T]}
+    names |= {name: shape for name, shape in of_formula.items() if f"{name}[" in str(score.formula)}
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
     layout = Layout()
     if packed:

@@ -82,6 +82,7 @@ def arguments(batch: Batch) -> dict[str, Tensor]:
     return {"input_ids": inputs, "labels": labels, "position_ids": torch.cat([positions, nothing], dim=1)}
 
 
+@pytest.mark.slow
 def test_the_page_finetunes_a_llama_as_transformers_does_and_exports_it(here):
     write_folder(here / "llama")
     write_lines(here / "chats.jsonl", conversations(60))

@@ -74,6 +74,7 @@ def test_a_run_that_is_refused_once_its_text_is_read_leaves_no_folder(
     assert contents(folder) == before
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_in_a_sentence_with_the_way_on_and_leaves_no_half_of_a_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -233,6 +233,7 @@ def run_with_the_real_wandb(folder: Path, *arguments: str) -> str:
     return printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_the_real_wandb_without_a_key_writes_an_offline_run(tmp_path: Path) -> None:
     folder = Path(run_with_the_real_wandb(tmp_path).split()[-1])
@@ -241,6 +242,7 @@ def test_the_real_wandb_without_a_key_writes_an_offline_run(tmp_path: Path) -> N
     assert len(list(folder.glob("files/media/images/figures/loss*.png"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_program_ends_although_the_service_of_the_real_wandb_has_stopped(tmp_path: Path) -> None:
     assert "did not finish within 1 s" in run_with_the_real_wandb(tmp_path, "stop")

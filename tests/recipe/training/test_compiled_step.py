@@ -51,6 +51,7 @@ def batches(step: int) -> list[Batch]:
     return [Batch(inputs, targets) for inputs, targets in tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -60,7 +61,7 @@ def batches(step: int) -> list[Batch]:
             "residual_in_fp32": False,
             "recompute": Recompute.block,
         },
-        pytest.param({"recompute": Recompute.attention}, marks=pytest.mark.slow),
+        {"recompute": Recompute.attention},
     ],
 )
 def test_no_step_breaks_the_graph_or_compiles_again(options, monkeypatch, caplog):
