@@ -19,6 +19,7 @@ from data.tasks import TaskData
 from data.tokenizers import save_tokenizer
 from model.counting import flops_per_token
 from model.gpt import GPT, Computation
+from model.options import GPTConfig
 from model.score import attention_scores
 from recipe.distributed.options import DataParallel
 from recipe.distributed.ranks import from_first_rank
@@ -32,7 +33,7 @@ from recipe.run.record import Record, RunMetadata
 from recipe.run.starting import Weights
 from recipe.training.checkpoint import Manifest
 from recipe.training.compiling import can_replay, compiled
-from recipe.training.device import cpu_memory_limit, oom_guard, resolve_precision, too_large_model
+from recipe.training.device import cpu_memory_limit, oom_guard, resolve_precision
 from recipe.training.interruption import Interruption
 from recipe.training.loop import NullRecord, Run
 from recipe.training.optimizer import build_optimizer, learning_rate
@@ -99,6 +100,14 @@ def build_model(
         read = partial(weights.load, model, config.init_from)
         from_first_rank(read) if shards else read()
     return model
+
+
+def too_large_model(model: GPTConfig, device: torch.device) -> str:
+    """The sentence for a model that does not fit even without training."""
+    return (
+        f"A model with model.n_layers={model.n_layers} and model.n_embd={model.n_embd} does not fit in the memory of "
+        f"{device} with gradients and optimizer state; choose smaller ones, or a device with more memory."
+    )
 
 
 def build_trainer(config: Config, model: GPT, device: torch.device, world: World) -> Trainer:

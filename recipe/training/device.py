@@ -1,4 +1,4 @@
-"""The device and precision of a run; runs and models that do not fit into memory, and a limit to the process's."""
+"""The device and precision of a run; what does not fit into memory, and a limit to the process's."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from model.options import GPTConfig
 from recipe.distributed.world import World
 from recipe.errors import UserError
-
-if TYPE_CHECKING:
-    from recipe.training.step import Trainer
 
 # In messages about exhausted memory: of torch's allocators, and of the system when a thread gets no stack.
 SIGNS_OF_FULL_MEMORY = ("out of memory", "allocate memory", "can't start new thread", "temporarily unavailable")
@@ -112,26 +107,6 @@ def oom_guard(sentence: str) -> Iterator[None]:
         if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in SIGNS_OF_FULL_MEMORY):
             raise
         raise OutOfMemory(sentence) from error
-
-
-def too_large_model(model: GPTConfig, device: torch.device) -> str:
-    """The sentence for a model that does not fit even without training."""
-    return (
-        f"A model with model.n_layers={model.n_layers} and model.n_embd={model.n_embd} does not fit in the memory of "
-        f"{device} with gradients and optimizer state; choose smaller ones, or a device with more memory."
-    )
-
-
-def too_large_step(trainer: Trainer) -> str:
-    """The sentence for a training step that does not fit."""
-    model, training = trainer.model, trainer.training
-    linear = "an attention whose memory is linear in seq_len (attention=flash on a GPU, tiled or sdpa), "
-    return (
-        f"attention={model.attend.name} with seq_len={model.seq_len} and training.batch_size={training.batch_size} "
-        f"does not fit in the memory of {trainer.device}; use {linear if model.attend.name == 'naive' else ''}"
-        "training.recompute=block, or a smaller training.batch_size with training.batch_tokens to keep the tokens of a "
-        "step."
-    )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from data.batches import Batch, Source
 from data.prefetcher import Prefetcher
 from recipe.training.checkpoint import save_checkpoint
-from recipe.training.device import cpu_memory_limit, oom_guard, too_large_step
+from recipe.training.device import cpu_memory_limit, oom_guard
 from recipe.training.interruption import Interruption
 from recipe.training.parity_probe import ParityProbe
 from recipe.training.recall import Recall
@@ -126,6 +126,18 @@ def fit(run: Run) -> int:
         run.interruption,
     ):
         return train_steps(run, prefetched)
+
+
+def too_large_step(trainer: Trainer) -> str:
+    """The sentence for a training step that does not fit."""
+    model, training = trainer.model, trainer.training
+    linear = "an attention whose memory is linear in seq_len (attention=flash on a GPU, tiled or sdpa), "
+    return (
+        f"attention={model.attend.name} with seq_len={model.seq_len} and training.batch_size={training.batch_size} "
+        f"does not fit in the memory of {trainer.device}; use {linear if model.attend.name == 'naive' else ''}"
+        "training.recompute=block, or a smaller training.batch_size with training.batch_tokens to keep the tokens of a "
+        "step."
+    )
 
 
 def train_steps(run: Run, batches: Iterator[Batch]) -> int:

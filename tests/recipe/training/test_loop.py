@@ -29,9 +29,9 @@ from recipe.run.config import Config
 from recipe.run.meters import StepMeter
 from recipe.run.profiler import Profiler
 from recipe.training import loop
-from recipe.training.device import OutOfMemory, Precision, oom_guard, too_large_step
+from recipe.training.device import OutOfMemory, Precision, oom_guard
 from recipe.training.interruption import Interruption
-from recipe.training.loop import NullRecord, Run, fit
+from recipe.training.loop import NullRecord, Run, fit, too_large_step
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 from recipe.training.options import TrainingConfig
 from recipe.training.recall import PositionLoss, Recall, TaskRecall
