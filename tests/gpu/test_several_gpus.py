@@ -26,8 +26,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(group: str, tmp_path: Path) -> None:
-    """Replicated, sharded and with a shared update, whose norms are left out; compiled and eager. Replicated and
-    sharded compile to different kernels."""
+    """Replicated and sharded, compiled and eager. Replicated and sharded compile to different kernels."""
     command = [sys.executable, *TORCHRUN, "-m", "tests.gpu.several_gpus", str(tmp_path), group]
     subprocess.run(command, cwd=ROOT, check=True)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
