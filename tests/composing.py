@@ -25,6 +25,7 @@ from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 _name_choices: Any = defaults_list._create_interpolation_map
 _load: Any = OmegaConf.load
@@ -91,10 +92,19 @@ class _Copies:
 
 
 def _merge_once(self: Any, defaults: list[Any], repo: Any) -> Any:
-    """Merge the same files once, whatever single values replace theirs."""
+    """Merge the same files once, whatever single values replace theirs; so also those of Hydra with the schema, which
+    come first in every configuration."""
     key = (repo.files, *((default.config_path, default.package, default.primary) for default in defaults))
     if key not in _merged:
-        _merged[key] = _merge(self, defaults, _Copies(repo))
+        common = 1 + next((n for n, default in enumerate(defaults) if default.config_path == "schema"), len(defaults))
+        own = _merge(self, defaults[common:] or defaults, _Copies(repo))
+        if defaults[common:]:
+            try:
+                (config := _merge_once(self, defaults[:common], repo)).merge_with(own)
+            except OmegaConfBaseException:
+                return _merge(self, defaults, _Copies(repo))  # whose error names the file
+            own = config
+        _merged[key] = own
     return copy.deepcopy(_merged[key])
 
 

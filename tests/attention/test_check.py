@@ -677,6 +677,7 @@ def test_a_forgotten_scale_of_dropout_is_called_that():
 
 SECTIONS: dict[str, Callable[[Session], Any]] = {**CHECKS, "rate between steps": dropout, "replay": dropout}
 ALL = groups(0)
+SMALL = [case for cases in groups(1).values() for case in cases if case.T * case.S < 2**15]
 UNUSUAL: dict[str, tuple[Callable[[], Subject], str]] = {
     **{name: (partial(subject_of, config), line) for name, (config, line) in CORNERS.items()},
     **{published.fault: (published.subject, published.line) for published in PUBLISHED},
@@ -710,8 +711,7 @@ def test_a_fault_of_unusual_inputs_or_of_a_library_is_found_in_its_line_where_no
 def test_correct_attention_is_not_accused(name: str):
     """In some calls of all groups. `python -m tests.attention.faults --right` makes all of them."""
     session = session_of(right_attention.subject(name), "fp32")
-    every = (case for its in groups(1).values() for case in its if case.T * case.S < 2**15)
-    for n, case in enumerate(random.Random(name).sample([x for x in every if session.subject.supports(x)], 4)):
+    for n, case in enumerate(random.Random(name).sample([x for x in SMALL if session.subject.supports(x)], 4)):
         assert worst(session.subject, replace(case, dtype=("fp32", "bf16", "fp16")[n % 3])).passes, case
     if name in right_attention.RIGHT:
         assert {CHECKS[line](session).status for line in ("some gradients", "autocast")} == {"ok"}

@@ -35,7 +35,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("blocks", [(3, 5), (16, 64), (64, 16), (7, 33), (50, 100), (1000, 1000)], ids=str)
+@pytest.mark.parametrize("blocks", [(64, 16), (7, 33), (1000, 1000)], ids=str)
 @pytest.mark.parametrize(
     "case",
     [Case(2, 4, 2, 40, 71, 12), Case(2, 4, 2, 71, 40, 12), SCORE_CASES["everything"]],
