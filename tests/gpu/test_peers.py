@@ -1,4 +1,4 @@
-"""attention=varlen, attention=fa4 and attention=flex with the kernels of flash-attn 4, where they are installed."""
+"""attention=varlen, where torch has it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention import AttentionConfig, AttentionShape, SDPABackend, UnsupportedAttention, build_attention
+from attention import Attention, AttentionConfig, AttentionShape, UnsupportedAttention, build_attention
 from attention.check.cases import Case
 from attention.check.results import verdicts
 from attention.check.subject import ours
@@ -15,11 +15,6 @@ from attention.check.subject import ours
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 CUDA = torch.device("cuda")
-CONFIGS = {
-    "varlen": AttentionConfig("varlen"),
-    "fa4": AttentionConfig("fa4"),
-    "flex in flash-attn 4": AttentionConfig("flex", backend=SDPABackend.flash),
-}
 CASES = {
     "causal": Case(T=515, S=515, D=64, B=2, H=4, H_kv=2),
     "full": Case(T=129, S=300, D=128, causal=False),
@@ -32,26 +27,25 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_peer_computes_the_formula_and_its_gradients(name: str, case: Case):
+def varlen() -> Attention:
+    """Skipped where torch lacks it."""
     try:
-        attend = build_attention(CONFIGS[name])
+        return build_attention(AttentionConfig("varlen"))
     except UnsupportedAttention as reason:
         pytest.skip(str(reason))
-    subject = ours(name, "", name, attend, frozenset())
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_varlen_computes_the_formula_and_its_gradients(case: Case):
+    subject = ours("varlen", "", "varlen", varlen(), frozenset())
     if not subject.supports(case):
-        pytest.skip(f"{name} lacks {case.features() - subject.features}")
+        pytest.skip(f"varlen lacks {case.features() - subject.features}")
     for found in verdicts(subject, replace(case, dtype="fp16" if case.window else "bf16"), CUDA):
         assert found.passes, found
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_shape_that_the_kernels_do_not_support_is_refused_before_training(name: str):
-    try:
-        attend = build_attention(CONFIGS[name])
-    except UnsupportedAttention as reason:
-        pytest.skip(str(reason))
+def test_a_shape_that_the_kernels_do_not_support_is_refused_before_training():
+    attend = varlen()
     attend.check(AttentionShape(64, 4, 2, torch.bfloat16, CUDA, documents=True, training=True))
     with pytest.raises(UnsupportedAttention, match="takes bf16 or fp16"):
         attend.check(AttentionShape(64, 4, 2, torch.float32, CUDA))
