@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -34,14 +34,26 @@ class RecallError(UserError, ValueError):
     """A measurement that a model or its data do not fit; the message says what to change."""
 
 
+# Takes what is measured and how many steps it has; yields a function of how many more steps are done.
+Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+@contextmanager
+def unwatched(what: str, steps: int) -> Iterator[Callable[[int], None]]:
+    """Show no progress."""
+    yield lambda done: None
+
+
 class Recall(ABC):
     """
     name     as in probes=[<name>]
     longest  no longer inputs are measured than this, in tokens; None: BEYOND alone limits them
+    watch    shows the progress
     """
 
     name: str
     longest: int | None = None
+    watch: Watch = staticmethod(unwatched)
 
     @abstractmethod
     def measure(self, model: GPT) -> dict[str, float]:
@@ -112,11 +124,13 @@ class TaskRecall(Recall):
         """Whether each answer is right, and its distance: (n,) each."""
         sequences = drawn(self.task, T, VALIDATION_SEED, VALIDATION, range(max(FEWEST, TOKENS // T)))
         rows, right, distance = max(1, AT_ONCE // T), [], []
-        for first in range(0, len(sequences), rows):
-            inputs, targets, distances = (np.stack(x) for x in zip(*sequences[first : first + rows], strict=True))
-            asked = targets != IGNORED
-            right.append(self.predicted(model, inputs, asked) == targets[asked])
-            distance.append(distances[asked])
+        with self.watch(f"{self.name}: sequences of {T:,} tokens", len(sequences)) as advance:
+            for first in range(0, len(sequences), rows):
+                inputs, targets, distances = (np.stack(x) for x in zip(*sequences[first : first + rows], strict=True))
+                asked = targets != IGNORED
+                right.append(self.predicted(model, inputs, asked) == targets[asked])
+                distance.append(distances[asked])
+                advance(len(inputs))
         return np.concatenate(right), np.concatenate(distance)
 
     def predicted(self, model: GPT, inputs: np.ndarray, asked: np.ndarray) -> np.ndarray:
@@ -162,10 +176,12 @@ class PositionLoss(Recall):
         """The mean loss at each position of windows of T tokens: (T,)."""
         device, total = model.wte.weight.device, torch.zeros(T, dtype=torch.float64)
         starts = np.linspace(0, len(self.tokens) - T - 1, WINDOWS).astype(int)
-        for start in starts:
-            window = torch.from_numpy(self.tokens[start : start + T + 1].astype(np.int64)).to(device)
-            logits = model(window[None, :-1])[0].float()
-            total += F.cross_entropy(logits, window[1:], reduction="none").double().cpu()
+        with self.watch(f"{self.name}: windows of {T:,} tokens", len(starts)) as advance:
+            for start in starts:
+                window = torch.from_numpy(self.tokens[start : start + T + 1].astype(np.int64)).to(device)
+                logits = model(window[None, :-1])[0].float()
+                total += F.cross_entropy(logits, window[1:], reduction="none").double().cpu()
+                advance(1)
         return (total / len(starts)).numpy()
 
 

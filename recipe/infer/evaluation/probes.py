@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
+from data.progress import progress
 from recipe.infer.evaluation.results import Measured
 from recipe.infer.trained import Loaded
 from recipe.run.config import ConfigError
@@ -35,7 +36,7 @@ def check_length(loaded: Loaded, seq_len: int | None) -> None:
 def run_probes(
     names: Sequence[str], loaded: Loaded, text: Callable[[], np.ndarray], longest: int | None
 ) -> Iterator[Measured]:
-    """Measure each probe.
+    """Measure each probe, with its progress on standard error.
 
     text     gives the tokens of a text, 1-D, for position_loss
     longest  input to measure, in tokens; None: 8 times the trained length
@@ -43,7 +44,7 @@ def run_probes(
     config, model = loaded.config, loaded.model
     for name in names:
         probe = build_recall(name, config.seq_len, model.vocab_size, config.data.name, text)
-        probe.longest = longest
+        probe.longest, probe.watch = longest, progress
         with torch.no_grad(), loaded.autocast():
             metrics = probe.measure(model)
             beyond, details = probe.details(model)
