@@ -236,11 +236,14 @@ def test_running_out_of_memory_is_in_the_summary(config: Config) -> None:
     assert Path("run/loss.png").exists()  # the limit applies to training only
 
 
-def test_a_model_that_does_not_fit_is_refused_in_a_sentence(config: Config) -> None:
+def test_a_model_that_does_not_fit_is_in_the_summary(config: Config) -> None:
     config.model.n_embd = 4096
     config.training = replace(config.training, cpu=CPUConfig(memory_gib=used_gib() + 0.1))
     with pytest.raises(OutOfMemory, match=r"model\.n_embd=4096 does not fit in the memory of cpu"):
         run(config, "run")
+    stored = summary(Path("run"))
+    assert (stored["status"], stored["attention"], stored["step"], stored["steps"]) == ("out_of_memory", "naive", 0, 8)
+    assert stored["config"]["model"]["n_embd"] == 4096
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(config: Config) -> None:

@@ -29,7 +29,7 @@ from recipe.run.config import Config, ConfigError, as_plain
 from recipe.run.describe import describe_run
 from recipe.run.meters import StepMeter, product_precision
 from recipe.run.profiler import Profiler
-from recipe.run.record import Record, RunMetadata
+from recipe.run.record import Record, RunMetadata, recorded_out_of_memory
 from recipe.run.starting import Weights
 from recipe.training.checkpoint import Manifest
 from recipe.training.compiling import can_replay, compiled
@@ -157,6 +157,7 @@ def build_run(
     if config.data.documents is not Documents.ignore and any(len(text.train.documents) < 2 for text in texts):
         raise one_document(config)
     with (
+        recorded_out_of_memory(folder, plain, overrides, device, world),
         oom_guard(too_large_model(config.model, device)),
         cpu_memory_limit(training.cpu.memory_gib if device.type == "cpu" else None),
     ):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,12 +18,13 @@ from attention import AttentionShape
 from attention.from_file import digest_of, file_of, is_in_file
 from data.atomic import write_atomically
 from model.counting import num_parameters
+from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
 from recipe.run.attention_alone import attention_ms, attention_peak
 from recipe.run.meters import GIB, StepMeter, process_peak
 from recipe.run.metrics import read_metrics
 from recipe.run.run_folder import write_recorded
-from recipe.run.summary import environment
+from recipe.run.summary import environment, write_summary
 from recipe.run.tracker import Tracker, TrackingConfig
 from recipe.training.ablation import measure as measure_ablation
 from recipe.training.checkpoint import save_checkpoint
@@ -205,3 +208,21 @@ class Record(NullRecord):
             measured = {"peak": peak, "memory_source": "attention" if finished else None}
             measured["process_peak_gib"] = process_peak() / GIB
         return measured | {"attention_ms": attention_ms(*alone) * self.trainer.micro_steps if timed else None}
+
+
+@contextmanager
+def recorded_out_of_memory(
+    folder: Path, config: dict[str, Any], overrides: list[str], device: torch.device, world: World
+) -> Iterator[None]:
+    """Enter while the model is built, before there is a record. If it runs out of memory, a summary.json is written,
+    because that is a result of a sweep."""
+    try:
+        yield
+    except OutOfMemory as error:
+        if world.rank == 0:
+            ended = {"status": "out_of_memory", "message": str(error), "step": 0, "steps": config["training"]["steps"]}
+            run = {"attention": config["attention"]["name"], "config": config, "overrides": overrides}
+            summary = ended | run | environment(device, world.size)
+            write_recorded(folder, config, overrides)
+            write_summary(folder / "summary.json", summary)
+        raise
