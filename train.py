@@ -31,11 +31,12 @@ from data.tasks import TASKS, TaskData
 from recipe import CONF
 from recipe.distributed.ranks import check_agreed, from_first_rank, joined
 from recipe.distributed.world import World
+from recipe.files import plain
 from recipe.infer.generation.text import sample_of_run
 from recipe.infer.huggingface import HuggingFace
 from recipe.run.build import build_run
 from recipe.run.compose import to_config
-from recipe.run.config import Config, as_plain
+from recipe.run.config import Config
 from recipe.run.describe import describe_complete, describe_end
 from recipe.run.launch import launch
 from recipe.run.resume import check_unused, find_checkpoint
@@ -65,7 +66,7 @@ def main(cfg: DictConfig) -> None:
 
 def train(config: Config, folder: Path, overrides: list[str]) -> int:
     """Train a run in its folder. Returns 0, or 128 + n where signal n ended it early. Raises UserError."""
-    options, training, cpu = as_plain(config), config.training, config.training.cpu
+    options, training, cpu = plain(config), config.training, config.training.cpu
     device = resolve_device(config.device)
     world = World.from_environment(config.parallel.context)
     with joined(world, device):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """`value` in JSON's types, with non-finite numbers as "nan", "inf" and "-inf", which `float` reads back.
+    """`value`, such as a configuration of dataclasses, in JSON's types, with non-finite numbers as "nan", "inf" and
+    "-inf", which `float` reads back.
 
     JSON has no such numbers, and null would make an overflowed loss look like one that was not measured.
     """
+    if is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

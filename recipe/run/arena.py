@@ -17,10 +17,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from recipe import CONF
-from recipe.files import flatten, number
+from recipe.files import flatten, number, plain
 from recipe.run.arms import LR, ArenaConfig, arena_mistakes, arm_mistakes, read_arms, size_overrides
 from recipe.run.compose import by_key, checked, formula_quoted, lines, quoted, refuse, to_config, unswept
-from recipe.run.config import Config, ConfigError, as_plain
+from recipe.run.config import Config, ConfigError
 from recipe.run.jobs import Job, SweepError, without
 from recipe.run.plan import Plan, PlannedRun, continued, new_plan, read_plan, write_plan
 from recipe.run.queue import Queue
@@ -77,7 +77,7 @@ def checked_plan(config: Config, overrides: list[str], of_run: Callable[[Config]
             at_size = size_overrides(composed[name], arena.sizes[-1]) if arena.sizes else []
             of_arm = to_config(checked(merged(common, own_lines, at_size)))
             wrong[name] = list(of_run(of_arm))
-            settings[name] = flatten(as_plain(of_arm))
+            settings[name] = flatten(plain(of_arm))
         except ConfigError as error:
             wrong[name] = [str(error)]
         planned = without(own_lines, PLANNED)

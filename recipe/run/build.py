@@ -25,7 +25,8 @@ from recipe.distributed.options import DataParallel
 from recipe.distributed.ranks import from_first_rank
 from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
-from recipe.run.config import Config, ConfigError, as_plain
+from recipe.files import plain
+from recipe.run.config import Config, ConfigError
 from recipe.run.describe import describe_run
 from recipe.run.meters import StepMeter, product_precision
 from recipe.run.profiler import Profiler
@@ -151,13 +152,13 @@ def build_run(
     In this order: model, trainer, what measures them, and the record, which writes into the folder.
     """
     torch.compiler.reset()  # drops compiled code of an earlier job of a sweep in this process
-    training, data, plain = config.training, fed.data, as_plain(config)
+    training, data, recorded = config.training, fed.data, plain(config)
     T = config.seq_len
     texts = data.parts.values() or [data] if isinstance(data, PreparedData) and data.train.answers is None else []
     if config.data.documents is not Documents.ignore and any(len(text.train.documents) < 2 for text in texts):
         raise one_document(config)
     with (
-        recorded_out_of_memory(folder, plain, overrides, device, world),
+        recorded_out_of_memory(folder, recorded, overrides, device, world),
         oom_guard(too_large_model(config.model, device)),
         cpu_memory_limit(training.cpu.memory_gib if device.type == "cpu" else None),
     ):
@@ -189,7 +190,7 @@ def build_run(
             if template := data.manifest["recipe"]["source"].get("template"):
                 ChatTemplate(**template).save(folder)
         notes = data.notes if isinstance(data, PreparedData) else []
-        origin = RunMetadata(plain, overrides, data.identity, shape, path, notes)
+        origin = RunMetadata(recorded, overrides, data.identity, shape, path, notes)
         record = Record(folder, config.tracking, trainer, meter, origin, start, again=config.resume is not None)
     profiles = training.profile and world.rank == 0
     profiler = Profiler(folder, device, profile=profiles, start=start, steps=training.steps, print=record.print)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
@@ -104,12 +103,3 @@ def declared(key: str) -> Any:
     for name in key.split("."):
         kind = type_hints(kind)[name]
     return kind
-
-
-def as_plain(value: Any) -> Any:
-    """Dataclasses, tuples and enums as nested dicts, lists, numbers and names, for JSON and W&B."""
-    if is_dataclass(value):
-        return {f.name: as_plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Enum):
-        return value.name
-    return [as_plain(v) for v in value] if isinstance(value, list | tuple) else value

@@ -17,8 +17,9 @@ from data.untrusted import UntrustedError, check_value
 from model.options import Positions
 from recipe.distributed.ranks import from_first_rank, rank
 from recipe.distributed.world import World
+from recipe.files import plain
 from recipe.run.compose import by_key, composed, lines, mistakes, opened, parsed, quoted, to_config
-from recipe.run.config import Config, ConfigError, as_plain, keys
+from recipe.run.config import Config, ConfigError, keys
 from recipe.run.jobs import Job
 from recipe.run.recorded import foreign_reference, read_config
 from recipe.run.removed import as_today, config_as_today, refusal
@@ -98,7 +99,7 @@ def check_outside(run: Path, name: str) -> None:
 def earlier_defaults(run: Path, overrides: list[str]) -> list[str]:
     """An override for each option in which the recorded configuration of the run differs from what its `overrides`
     compose today: the defaults of presets may have changed since. Raises ConfigError."""
-    then, now = as_plain(read_config(run)), as_plain(to_config(composed(overrides)))
+    then, now = plain(read_config(run)), plain(to_config(composed(overrides)))
     return [opened(f"{key}={written(nested(then, key))}") for key in keys() if nested(then, key) != nested(now, key)]
 
 
@@ -216,7 +217,7 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
 
     recorded  the checkpoint's configuration, plain
     """
-    now, default, recorded = as_plain(config), as_plain(Config()), config_as_today(recorded)
+    now, default, recorded = plain(config), plain(Config()), config_as_today(recorded)
     names = ["optimizer.name"]
     if config.model.positions is Positions.learned:  # a table with a row for each position; rotary ones have any length
         names.append("seq_len")

@@ -32,12 +32,12 @@ from recipe.compare.referee import Judge, RefereeError
 from recipe.compare.referee_page import lucky
 from recipe.compare.watched import READS
 from recipe.distributed.world import World
-from recipe.files import flatten
+from recipe.files import flatten, plain
 from recipe.infer.evaluation.audited import future
 from recipe.infer.evaluation.scorer import LanguageModel
 from recipe.infer.evaluation.text import Text
 from recipe.run.build import build_model
-from recipe.run.config import Config, as_plain
+from recipe.run.config import Config
 
 ROOT, PYTHON = Path(__file__).parents[3], referee.python
 BUDGET = {"tokens": 1000, "seconds": 60, "flops": 1e6, "parameters": 500}
@@ -108,7 +108,7 @@ def test_a_planted_cheat_is_named(summary: dict[str, Any], measured: dict[str, A
 
 
 def test_the_settings_that_no_edit_may_change_exist() -> None:
-    settings = as_plain(Config())
+    settings = plain(Config())
     assert settings.keys() >= set(FIXED)
     assert flatten(settings).keys() >= {f"training.{name}" for name in OF_TRAINING}
 

@@ -37,8 +37,9 @@ from recipe.distributed.norm import local
 from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.ranks import PATIENCE_S, RankError, check_agreed, joined
 from recipe.distributed.world import World
+from recipe.files import plain
 from recipe.run.build import build_trainer
-from recipe.run.config import Config, as_plain
+from recipe.run.config import Config
 from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import newest_valid, save_checkpoint
 from recipe.training.device import Precision
@@ -185,9 +186,9 @@ def work(world: World) -> dict[str, Any]:
     if world.size == 1:
         found["six micro-batches"] = three(world)
     found["masks"], found["timeouts are the run's"] = masks(world)
-    check_agreed(as_plain(Config(seed=SEED, device=f"cuda:{world.rank}")))
+    check_agreed(plain(Config(seed=SEED, device=f"cuda:{world.rank}")))
     try:
-        check_agreed(as_plain(Config(optimizer=OptimizerConfig(lr=1 + world.rank))))
+        check_agreed(plain(Config(optimizer=OptimizerConfig(lr=1 + world.rank))))
     except RankError as error:
         found["refused"] = str(error)
     return found

@@ -19,8 +19,9 @@ from model.gpt import GPT
 from model.score import layer_scores
 from recipe import CONF
 from recipe.errors import UserError, fail
+from recipe.files import plain
 from recipe.run import compose
-from recipe.run.config import Config, ConfigError, as_plain, keys
+from recipe.run.config import Config, ConfigError, keys
 from recipe.run.launch import prepare
 from recipe.run.mistakes import mistakes
 from recipe.run.wording import expected
@@ -78,7 +79,7 @@ def test_names_in_the_groups_are_those_of_the_registries() -> None:
 
 
 def test_values_in_the_files_are_the_defaults_of_the_code() -> None:
-    assert as_plain(composed("model=tiny-gpt2")) == as_plain(Config())
+    assert plain(composed("model=tiny-gpt2")) == plain(Config())
 
 
 def test_gpt2_presets_have_the_sizes_of_the_paper() -> None:
@@ -323,7 +324,7 @@ def test_overrides_reach_the_parts_with_their_types() -> None:
     config = composed("attention=tiled", "attention.block_q=32", "optimizer.betas=[0.8,0.9]", "training.precision=bf16")
     assert (config.attention.name, config.attention.block_q, config.attention.block_k) == ("tiled", 32, 64)
     assert list(config.optimizer.betas) == [0.8, 0.9]
-    assert as_plain(config)["training"]["precision"] == "bf16"
+    assert plain(config)["training"]["precision"] == "bf16"
 
 
 def test_a_preset_of_scores_is_changed_by_single_values() -> None:

@@ -14,8 +14,9 @@ import torch
 import yaml
 
 from recipe.compare.runs import find_runs
+from recipe.files import plain
 from recipe.run import compose
-from recipe.run.config import Config, ConfigError, as_plain
+from recipe.run.config import Config, ConfigError
 from recipe.run.recorded import MOST_REFERENCES, read_config
 from recipe.run.resume import recorded_overrides, resumed
 from recipe.run.run_folder import write_recorded
@@ -30,9 +31,9 @@ RUNS = "ran.txt"  # the file that a stranger's code would write
 def run(here: Path) -> Path:
     """A run folder with a valid checkpoint, below the working directory."""
     config = Config(device="cpu")
-    write_recorded(here / "run", as_plain(config), ["seed=1337"])
+    write_recorded(here / "run", plain(config), ["seed=1337"])
     state = {"model": {"x": torch.zeros(1)}, "training": {}}
-    save_checkpoint(here / "run" / "checkpoints", state, 1, keep_last=1, metadata={"config": as_plain(config)})
+    save_checkpoint(here / "run" / "checkpoints", state, 1, keep_last=1, metadata={"config": plain(config)})
     (here / "hubconf.py").write_text(f"open({RUNS!r}, 'w')\ndef go(): pass\n")
     return Path("run")
 
@@ -126,7 +127,7 @@ def test_every_option_and_every_file_of_conf_may_be_recorded(run: Path) -> None:
     ],
 )
 def test_a_recorded_configuration_may_only_refer_to_its_options(run: Path, name: str, value: object) -> None:
-    config = as_plain(Config())
+    config = plain(Config())
     group, _, option = name.rpartition(".")
     (config[group] if group else config)[option] = value
     (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
@@ -135,7 +136,7 @@ def test_a_recorded_configuration_may_only_refer_to_its_options(run: Path, name:
 
 
 def test_references_that_double_with_each_step_end_in_time(run: Path) -> None:
-    config = as_plain(Config())
+    config = plain(Config())
     chain = [f"training.{n}" for n in ("steps", "log_every", "eval_every", "eval_batches", "checkpoint_every")]
     chain += ["training.keep_last", "training.sample_tokens", "training.batch_size", "seq_len", "seed"]
     for name, following in itertools.pairwise(chain):
@@ -186,18 +187,18 @@ def test_a_configuration_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     config = compose.to_config(
         compose.composed([*overrides, "seq_len=64", "tracking.group='déjà: vu'", "optimizer.lr=1e-5"])
     )
-    write_recorded(tmp_path, as_plain(config), overrides)
-    assert as_plain(read_config(tmp_path)) == as_plain(config)
+    write_recorded(tmp_path, plain(config), overrides)
+    assert plain(read_config(tmp_path)) == plain(config)
     assert "${" not in (tmp_path / ".hydra" / "config.yaml").read_text()
     assert yaml.safe_load((tmp_path / ".hydra" / "overrides.yaml").read_text()) == overrides
 
 
 def test_a_removed_option_is_ignored_at_its_default_and_refused_else(run: Path) -> None:
-    config = as_plain(Config())
+    config = plain(Config())
     config["training"] |= {"mlp_in_fp8": False}
     write_recorded(run, config, ["seed=1337", "training.mlp_in_fp8=false"])
     assert [line for line in resumed(["resume=run"]) if "mlp_in_fp8" in line] == []
-    assert as_plain(read_config(run)) == as_plain(Config())
+    assert plain(read_config(run)) == plain(Config())
     (found,) = find_runs([run]).runs
     assert "training.mlp_in_fp8" not in found.settings
     record(run, "seed=1337", "training.mlp_in_fp8=true")
