@@ -190,7 +190,7 @@ def walk(asked: list[dict[str, Any]], stride: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize(("N", "d", "M", "stride", "first"), [(5, 3, 59, 3, 21), (8, 2, 36, 7, 10_000)])
+@pytest.mark.parametrize(("N", "d", "M", "stride", "first"), [(5, 3, 59, 8, 21), (8, 2, 36, 11, 10_000)])
 def test_a_browser_shows_the_step_that_was_asked_for_and_the_numbers_of_every_algorithm(
     page: Path, tmp_path: Path, N: int, d: int, M: int, stride: int, first: int
 ) -> None:

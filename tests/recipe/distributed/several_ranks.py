@@ -78,7 +78,6 @@ PARALLEL = {
 # Kind of training -> the numbers of ranks that do it, and options of build.
 KINDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "": ((1, 2, 4), {}),
-    "all parts": ((1, 4), {"model": PARTS}),  # four ranks cut biases inside a vector of the optimizer's
     "mixers": ((1, 4), {"model": MIXED}),
     # Also matrices whose rows the ranks do not divide evenly, or that have fewer rows than ranks.
     "muon": ((1, 4), {"model": UNEVEN, "optimizer": "muon"}),
@@ -86,7 +85,7 @@ KINDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     **{kind: ((1, 4), {"optimizer": "torch's", "trained": names}) for kind, names in TRAINED.items()},
     # A sum of two has one order, in a library too.
     "fp16": ((1, 2), {"precision": Precision.fp16, "micro_batches": 2}),
-    # Also matrices that are read in fp32 under autocast.
+    # All parts, so that four ranks cut biases inside a vector of the optimizer's, and matrices that are read in fp32.
     "bf16": ((1, 4), {"precision": Precision.bf16, "score": FORGETTING}),
 }
 
