@@ -40,7 +40,7 @@ BUDGETS = {
     "tests": 261_500,
 }
 MOST_FILES = 311
-MOST_WORDS = 26_500  # of the pages in docs/
+MOST_WORDS = 26_600  # of the pages in docs/
 MOST_OPTIONS = 116
 
 
