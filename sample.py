@@ -110,6 +110,12 @@ def parse(arguments: list[str]) -> SampleConfig:
         raise ConfigError(f"prompt={config.prompt} and prompts={config.prompts} are both given; leave one of them out.")
     if config.export is not None and (config.prompt or many):
         raise ConfigError(f"export={config.export} writes the model and no texts; leave the prompts out.")
+    precision = config.attention_precision
+    if precision is not ProductPrecision.inputs and many and config.batch > 1:
+        raise ConfigError(
+            f"attention.precision={precision.value} does not separate documents, and batch={config.batch} prompts "
+            "share a row as documents; set batch=1, or leave the precision out."
+        )
     return config
 
 

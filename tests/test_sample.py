@@ -339,6 +339,10 @@ def test_arguments_are_typed_and_a_prompt_is_taken_as_it_is():
         (["run=x", "tokens=-5"], "tokens=-5 must be at least 0"),
         (["run=x", "out=y"], "out=y takes the texts of many prompts; name their file with prompts="),
         (["run=x", "top_p=2"], "top_p=2.0 must be above 0 and at most 1"),
+        (
+            ["run=x", "prompts=y", "attention.precision=fp8"],
+            "attention.precision=fp8 does not separate documents, and batch=32 prompts share a row .*; set batch=1",
+        ),
         (["run=x", "checkpoint=last"], "checkpoint=last is not possible: .*best, newest"),
         (["run=/no/where"], r"run=/no/where is not a run folder, .*; name the folder that train.py printed"),
     ],

@@ -1,11 +1,12 @@
 """Many prompts at a time through one model, token by token, with a cache.
 
 A sequence has a slot from its first token to its last, then the next prompt gets it ("continuous batching": Yu et al.
-2022, "Orca"). Prompts come in by a *prefill*, one at a time, which leaves their keys and values in the cache. Then all
-slots *decode* one token at a time. On a GPU the host reads tokens while the device computes the next ones.
+2022, "Orca"). Prompts come in by a *prefill*: several in one row, that leave their keys and values in the cache. Then
+all slots *decode* one token at a time. On a GPU the host reads tokens while the device computes the next ones.
 
 A prompt's tokens depend on the prompts beside it only by rounding, and with the same number of slots not at all,
-because matrix products then have the same shapes.
+because matrix products then have the same shapes. On a GPU all rows of prompts have the same length, and each prompt
+ends with a tile of attention.
 
 The model's positions end at seq_len. Beyond it no cache helps, because every step moves all tokens to other positions:
 a token is computed from scratch from the last seq_len tokens. But where positions are not learned and every layer has a
@@ -28,9 +29,11 @@ from model.cache import PAGE_SIZE, CacheSize, bytes_per_token, longest_window, p
 from model.gpt import GPT
 from model.options import Positions
 from recipe.infer.generation.sampling import FIRST_STREAM, GenerationError, Sampling, Stream
-from recipe.infer.generation.steps import Steps, decoding_attention
+from recipe.infer.generation.steps import Steps, decoding_attention, lay_out, padded
 from recipe.training.device import free_memory
 
+# Tokens of a prefill on a GPU. Fewer leave it idle; more take memory, and keep running sequences waiting.
+ROW = 4096
 NOISE_ROWS = 8  # for a single slot: no other sequence needs the ones before
 SHARE = 0.9  # of the free memory; the rest is for the model's work
 ROWS_OF_LOGITS = 10  # fp32, for each sequence, with its random numbers, while a token is chosen
@@ -82,11 +85,14 @@ class Engine:
         *,
         slots: int = 1,
         dtype: torch.dtype = torch.float32,
+        row: int | None = None,
     ) -> None:
         """Check the requests, and make room for them.
 
         slots  sequences at a time; on a CPU no more than there are requests
         dtype  of the matrix products and of the cache; what autocast leaves in fp32 stays so
+        row    the fewest tokens of a prefill; 0: each prompt alone, as always where a layer has a mixer. None: 4,096 on
+               a GPU, 0 on a CPU
 
         Raises GenerationError for prompts that do not fit the model, and for a cache that does not fit the device.
         """
@@ -106,6 +112,11 @@ class Engine:
         noise_rows = min(limit, NOISE_ROWS) if slots == 1 else limit
         check_memory(size, pages, noise_rows if sampling.temperature else 0, model, dtype, device)
         self.ahead = int(device.type == "cuda")  # launches whose tokens the host has not read
+        if row is None:
+            row = ROW if device.type == "cuda" and slots > 1 and "documents" in model.attend.supports else 0
+        if model.config.mixers:  # their states are those behind a row's last token
+            row = 0
+        self.row = row and max(row, *(padded(len(request.prompt)) for request in requests))
         self.steps = Steps(model, sampling, size, noise_rows, dtype)
         self.owners: list[Request | None] = [None] * slots  # the request that each slot belongs to
         self.owners_changed = False  # since the last update of the device's list of active slots
@@ -129,8 +140,8 @@ class Engine:
         computed = dict.fromkeys(self.requests, 0)  # tokens whose computation was launched
         launched: deque[Launched] = deque()
         while waiting or any(self.owners) or launched:
-            if waiting and (slot := self.admit(waiting[0])) is not None:
-                launched.append(self.launch_prefill(slot, waiting.popleft()))
+            if new := self.admit(waiting):
+                launched.append(self.launch_prefill(new))
             elif any(self.owners):
                 launched.append(self.launch_decode(1 + max(computed[owner] for owner in self.owners if owner)))
             if any(self.owners):
@@ -157,16 +168,23 @@ class Engine:
         request.finished |= len(request.tokens) == request.limit
         return request, token
 
-    def admit(self, request: Request) -> int | None:
-        """Give a waiting prompt a free slot and its pages. Returns the slot; None where there is no room yet."""
-        slot = next((slot for slot, owner in enumerate(self.owners) if owner is None), None)
-        tokens = self.cached_tokens[request]
-        if slot is None or not self.steps.cache.reserve(slot, len(request.prompt), tokens, self.window):
-            return None
-        self.owners[slot] = request
-        self.steps.begin_stream(slot, request.stream)
-        self.owners_changed = True
-        return slot
+    def admit(self, waiting: deque[Request]) -> dict[int, Request]:
+        """Give free slots and pages to waiting prompts, in order, while the row has room: slot -> request."""
+        new: dict[int, Request] = {}
+        room = self.row
+        for slot in range(self.slots):
+            if self.owners[slot] is not None or not waiting:
+                continue
+            P = len(waiting[0].prompt)
+            if new and (self.row == 0 or padded(P) > room):
+                break
+            if not self.steps.cache.reserve(slot, P, self.cached_tokens[waiting[0]], self.window):
+                break
+            self.owners[slot] = new[slot] = waiting.popleft()
+            self.steps.begin_stream(slot, new[slot].stream)
+            self.owners_changed = True
+            room -= padded(P)
+        return new
 
     def leave(self, slot: int) -> None:
         """Free a slot. Work launched before still uses its pages, and ends before any later work begins."""
@@ -174,12 +192,12 @@ class Engine:
         self.owners_changed = True
         self.steps.cache.release(slot)
 
-    def launch_prefill(self, slot: int, request: Request) -> Launched:
-        """Compute the first token of a prompt that has just received a slot."""
+    def launch_prefill(self, new: dict[int, Request]) -> Launched:
+        """Compute the first tokens of prompts that have just received slots."""
         self.update_active()
-        self.steps.prefill(slot, request.prompt)
-        owners = [request if n == slot else None for n in range(self.slots)]
-        return Launched(owners, *self.steps.copy_to_host())
+        prompts = {slot: request.prompt for slot, request in new.items()}
+        self.steps.prefill(lay_out(prompts, self.slots, self.row))
+        return Launched([new.get(slot) for slot in range(self.slots)], *self.steps.copy_to_host())
 
     def launch_decode(self, most: int) -> Launched:
         """Compute the next token of each sequence, the `most`-th generated one at the latest."""

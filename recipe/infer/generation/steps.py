@@ -7,9 +7,10 @@ shapes: on a GPU it is one replayed CUDA graph. Only `from_scratch` waits for th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from attention import (
     Layout,
     ProductPrecision,
     build_attention,
+    documents,
 )
 from attention.gpu import capturing
 from model.cache import CacheSize, KVCache, upload
@@ -29,7 +31,69 @@ from model.gpt import GPT
 from model.positions import position_tables
 from recipe.infer.generation.sampling import Noise, Sampling, Stream
 
+ALIGNMENT = 128  # of prompts in a row: the largest tile of keys that a kernel reads
 WARMUP_CALLS = 3  # before a CUDA graph is captured, which must not contain compilation
+
+
+class Row(NamedTuple):
+    """The tokens of new prompts, and where they are: tensors of the host, or of a device.
+
+    tokens, positions  (1, n) int64       in the row, and in their sequences
+    last               (slots,) int64     where in the row each slot's prompt ends
+    lengths            (slots,) int64     of the prompts; 0 for slots without a new one
+    cu_seqlens         (slots + 1,) int32 bounds of the prompts and the padding between; tokens may follow the last
+    starts             (1, n) int32       where each token's document begins; None: the row is one prompt, no more
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    last: Tensor
+    lengths: Tensor
+    cu_seqlens: Tensor
+    starts: Tensor | None
+
+    def on(self, device: torch.device) -> Row:
+        """The same on a device, without waiting for it."""
+        moved = {name: upload(x, device) for name, x in self._asdict().items() if x is not None}
+        return self._replace(**moved)
+
+
+def padded(tokens: int) -> int:
+    """The room that a prompt takes in a row with others."""
+    return -(-tokens // ALIGNMENT) * ALIGNMENT
+
+
+def lay_out(prompts: Mapping[int, Sequence[int]], slots: int, length: int) -> Row:
+    """The row of prompts, by their slots.
+
+    length  of the row; 0: the length of the only prompt, without padding
+
+    Padding before each prompt makes it end with a tile, so that a kernel computes it in the same way wherever it lies.
+    The padding is a separate document, and does not enter the cache, because it precedes the sequence's first token.
+    """
+    spare = length - sum(padded(len(prompt)) for prompt in prompts.values())
+    tokens: list[int] = []
+    positions: list[int] = []
+    starts: list[int] = []
+    bounds, last, lengths = [0], [0] * slots, [0] * slots
+    for slot in range(slots):
+        if slot in prompts:
+            prompt = prompts[slot]
+            padding = spare + -len(prompt) % ALIGNMENT if length else 0
+            spare = 0
+            starts += [len(tokens)] * padding + [len(tokens) + padding] * len(prompt)
+            tokens += [0] * padding + [*prompt]
+            positions += [0] * padding + [*range(len(prompt))]
+            last[slot], lengths[slot] = len(tokens) - 1, len(prompt)
+        bounds.append(len(tokens))
+    return Row(
+        torch.tensor([tokens]),
+        torch.tensor([positions]),
+        torch.tensor(last),
+        torch.tensor(lengths),
+        torch.tensor(bounds, dtype=torch.int32),
+        torch.tensor([starts], dtype=torch.int32) if length else None,
+    )
 
 
 class Steps:
@@ -80,22 +144,24 @@ class Steps:
             self.noise.draw(count)
 
     @torch.no_grad()
-    def prefill(self, slot: int, prompt: Sequence[int]) -> None:
-        """Compute the keys, values and first token of a new prompt. Other sequences do not change."""
+    def prefill(self, row: Row) -> None:
+        """Compute the keys, values and first tokens of new prompts. Other sequences do not change."""
         self.draw_noise(1)
-        length, slots = len(prompt), len(self.tokens)
         with self.on_device():
-            tokens, positions = (upload(torch.tensor([x]), self.device) for x in (prompt, range(length)))
-            fresh = upload(torch.arange(slots) == slot, self.device)
-            bounds = upload(length * (torch.arange(slots + 1) > slot).int(), self.device)
-            self.cache.lengths.masked_fill_(fresh, length)
-            self.steps.masked_fill_(fresh, 0)
-            attends = self.cache.prefill(self.model.attend, bounds, fresh)
-            with self.autocast():
-                hidden = self.model.extend(tokens, positions, attends, Layout(), self.tables)[:, -1]  # (1, C)
-                picked = self.choose(hidden.expand(slots, -1))
-            self.tokens.copy_(torch.where(fresh, picked, self.tokens))
-            self.steps.masked_fill_(fresh, 1)
+            self.prefill_row(row.on(self.device))
+
+    def prefill_row(self, row: Row) -> None:
+        """The device's part of `prefill`."""
+        layout = Layout() if row.starts is None else documents(row.starts)
+        fresh = row.lengths > 0
+        self.cache.lengths.copy_(torch.where(fresh, row.lengths, self.cache.lengths))
+        self.steps.masked_fill_(fresh, 0)
+        attends = self.cache.prefill(self.model.attend, row.cu_seqlens, fresh)
+        with self.autocast():
+            hidden = self.model.extend(row.tokens, row.positions, attends, layout, self.tables)[0, row.last]
+            picked = self.choose(hidden)  # of (slots, C)
+        self.tokens.copy_(torch.where(fresh, picked, self.tokens))
+        self.steps.masked_fill_(fresh, 1)
 
     def decode(self, most: int) -> None:
         """Compute the next token of each sequence, the `most`-th generated one at the latest."""

@@ -135,17 +135,17 @@ def test_beyond_seq_len_a_token_is_computed_from_the_last_seq_len_tokens(config)
 
 
 @pytest.mark.parametrize(
-    ("config", "score"),
-    [(EVERYTHING, None), (GROUPED, WINDOWS), (HYBRID, None)],
-    ids=["parts", "sliding", "hybrid"],
+    ("config", "score", "row"),
+    [(EVERYTHING, None, 256), (GROUPED, WINDOWS, 0), (GROUPED, WINDOWS, 256), (HYBRID, None, 0)],
+    ids=["parts-packed", "sliding-alone", "sliding-packed", "hybrid"],
 )
-def test_prompts_that_share_slots_and_pages_get_the_tokens_they_get_alone(config, score):
+def test_prompts_that_share_slots_and_pages_get_the_tokens_they_get_alone(config, score, row):
     model = build(config, score)
     requests = [
         Request(prompt, limit)
         for prompt, limit in zip(prompts(5, 130, 33, 64, 1, 90), (40, 9, 1, 70, 22, 40), strict=True)
     ]
-    engine = Engine(model, requests, Sampling(0.8, top_k=30, seed=3), slots=2)
+    engine = Engine(model, requests, Sampling(0.8, top_k=30, seed=3), slots=2, row=row)
     for request, found in zip(requests, drained(engine), strict=True):
         assert len(found) == request.limit
         assert found == expected(model, request.prompt, found, 0.8, 30, seed=3)
