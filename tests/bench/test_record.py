@@ -69,7 +69,9 @@ def test_every_result_file_is_readable_and_names_its_measurements() -> None:
         for row in rows:
             head = row["measurement"]
             assert result_file("x", head["device"]).stem.removeprefix("x-") in path.stem
-            assert head["command"].startswith(("python -m bench.", "python -m tests.attention."))
+            assert head["command"].startswith(
+                ("python -m bench.", "python -m tests.attention.", "python train.py experiment=")
+            )
             assert head["date"]
 
 
