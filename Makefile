@@ -45,7 +45,7 @@ train: setup ## train a small GPT on the source of Python's standard library (tw
 	$(BIN)/python train.py
 
 TESTS ?= -m "not slow"
-test: setup ## run the tests but the slow ones (about five minutes on two cores; tests that need a GPU are skipped without one)
+test: setup ## run the tests but the slow ones (about three minutes on two cores; tests that need a GPU are skipped without one)
 	$(BIN)/python -m pytest $(TESTS) --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 learn: setup ## from softmax to FlashAttention in checked steps, and a page to walk through (half a minute)
