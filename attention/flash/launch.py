@@ -174,6 +174,7 @@ class Writer:
             parts = [f"({', '.join(parts)},)"]
         else:
             head += [*none * 2, metadata, *none * 3]
+        self.value(compiled)  # which would be unloaded without a reference
         function = run.launch  # in C; where there are descriptors, within a function that makes them
         if inspect.isfunction(function):
             function = inspect.getclosurevars(function).nonlocals["launcher"]
