@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
@@ -32,6 +33,7 @@ def check_device(device: torch.device) -> None:
         raise MixerError("mixer=fla needs a package: pip install flash-linear-attention, or choose mixer=chunked.")
 
 
+@lru_cache(maxsize=64)  # each layer asks at each step, and the release stands in a file
 def check_gradients(recurrence: Recurrence, device: torch.device) -> None:
     """Raise MixerError where the package's backward would compute wrong gradients and therefore refuses to run.
 

@@ -207,11 +207,12 @@ WAYS: dict[str, Way] = {
     "padded channels": padded_channels,
     "padded tokens": padded_tokens,
 }
-# Without hf-eager: in 16 bits transformers rounds scores twice, which the check finds where these are large or capped.
+# Without hf-eager: in 16 bits transformers rounds scores before and after it scales them, which the check finds where
+# they are large or capped.
 NAMED = ("sdpa-flash", "sdpa-math", "hf-sdpa")
 NAMES = [*RIGHT, *NAMED, "compiled", *(f"{base}, {way}" for base in BASES for way in WAYS)]
-# Lines of the check that fail, and are right: torch adds -inf to the scores of hidden keys, and NaN stays NaN. Its
-# flash kernels take a row's maximum before they scale, so negative scales overflow (docs/wall.md has those of a GPU).
+# Lines of the check that fail, and are right: torch adds -inf to the scores of hidden keys, and NaN stays NaN; its
+# flash kernels are wrong where a causal mask meets a negative scale, on a CPU and on a GPU (docs/wall.md).
 OF_TORCH = [name for name in NAMES if "sdpa" in name or name.startswith("torch's")]
 ALLOWED = dict.fromkeys(OF_TORCH, frozenset({"NaN and infinity", "negative scale"}))
 

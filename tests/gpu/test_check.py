@@ -15,12 +15,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.mark.slow
 @pytest.mark.whole_gpu  # it measures a time
-def test_a_check_of_two_minutes_tries_every_input_in_some_precision_and_flash_is_correct(
+def test_a_check_tries_every_input_in_some_precision_within_a_minute_and_flash_is_correct(
     capsys: pytest.CaptureFixture[str],
 ):
     started = time.monotonic()
-    assert main(["flash", "--device", "cuda", "--seconds", "110"]) == 0  # most of the first minute compiles kernels
-    assert time.monotonic() - started < 120  # with the start of its processes, and their end
+    assert main(["flash", "--device", "cuda"]) == 0
+    assert time.monotonic() - started < 70  # with the start of its processes, and their end
     page = capsys.readouterr().out
     assert re.search(r"^flash is correct in all \d+ checks", page, flags=re.MULTILINE)
     assert not re.findall("no time was left|for none with.*", page)
