@@ -11,11 +11,12 @@ change its content, and a step in mid-epoch does not depend on the steps before 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from data.errors import DataError
 
 
 class Batch(NamedTuple):
-    """A micro-batch.
+    """A micro-batch. Sources make it on the CPU, with tokens in the small type in which they are stored.
 
     inputs           (B, T) int64
     targets          (B, T) int64: the token after each input
@@ -45,6 +46,11 @@ class Batch(NamedTuple):
         """The batch of function(x) for each of its tensors x."""
         return Batch(*(function(tensor) for tensor in self.tensors()))
 
+    def widened(self, move: Callable[[Tensor], Tensor] = lambda x: x) -> Batch:
+        """The batch with int64 tokens, whose tensors `move` takes to the device before they grow."""
+        moved = self.map(move)
+        return moved._replace(inputs=moved.inputs.long(), targets=moved.targets.long())
+
     def beginning(self, sequences: int, tokens: int) -> Batch:
         """The first tokens of the first sequences."""
         return self._replace(learned=None).map(lambda tensor: tensor[:sequences, :tokens].contiguous())
@@ -53,36 +59,16 @@ class Batch(NamedTuple):
         """The tensors that are not None, in the order of the fields."""
         return tuple(tensor for tensor in self if tensor is not None)
 
-
-class Stored(NamedTuple):
-    """A micro-batch in the small types in which it is stored.
-
-    window           (B, T + 1): the inputs and, shifted by one, the targets; (B, T) where targets are given
-    targets          (B, T), or None: the token after each input
-    document_starts, learned  as in a Batch
-    """
-
-    window: np.ndarray
-    targets: np.ndarray | None = None
-    document_starts: np.ndarray | None = None
-    learned: np.ndarray | None = None
-
-    def batch(self, move: Callable[[Tensor], Tensor] = lambda x: x) -> Batch:
-        """The batch, whose parts `move` takes to the device before they become int64."""
-        window = move(torch.from_numpy(self.window))
-        parts = (window[:, :-1], window[:, 1:])
-        if self.targets is not None:
-            parts = window, move(torch.from_numpy(self.targets))
-        inputs, targets = (part.to(torch.int64, copy=True, memory_format=torch.contiguous_format) for part in parts)
-        others = (None if x is None else move(torch.from_numpy(x)) for x in (self.document_starts, self.learned))
-        return Batch(inputs, targets, *others)
-
     def pieces(self) -> list[int]:
         """The lengths of the pieces into which documents cut the rows; without documents, that of each row."""
-        starts = self.document_starts
-        if starts is None:
-            return [self.window.shape[1] - (self.targets is None)] * len(self.window)
-        return [int(n) for row in starts for n in np.unique(row, return_counts=True)[1]]
+        if self.document_starts is None:
+            return [len(row) for row in self.inputs]
+        return [n for row in self.document_starts for n in row.unique(return_counts=True)[1].tolist()]
+
+
+def from_arrays(*arrays: np.ndarray | None) -> Batch:
+    """The batch of these fields."""
+    return Batch(*(None if x is None else torch.from_numpy(x) for x in arrays))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -117,18 +103,24 @@ class GlobalBatch:
         return step * self.sequences + self.first_sequence(micro_step) + np.arange(self.batch_size)
 
 
-class Source(Protocol):
-    """The training batches of one rank, from a text, conversations or a task."""
+class Source(ABC):
+    """The training batches of one rank, from a text, conversations or a task.
 
-    @property
-    def global_batch(self) -> GlobalBatch:
-        """The sequences of a step, and this rank's."""
+    global_batch  the sequences of a step, and this rank's
+    """
 
-    def stored(self, step: int, micro_step: int = 0) -> Stored:
-        """A micro-batch."""
+    global_batch: GlobalBatch
+
+    def stored(self, step: int, micro_step: int = 0) -> Batch:
+        """A micro-batch, with its tokens as they are stored."""
+        return self.stored_of(self.global_batch.numbers(step, micro_step))
+
+    @abstractmethod
+    def stored_of(self, sequences: np.ndarray) -> Batch:
+        """Sequences by their numbers, which are counted over the run."""
 
 
-class Batches:
+class Batches(Source):
     """The training batches of one rank, from a text.
 
     tokens        1-D unsigned
@@ -166,21 +158,15 @@ class Batches:
             starts[of_epoch] = offset + self.seq_len * order[places[of_epoch]]
         return starts
 
-    def stored(self, step: int, micro_step: int = 0) -> Stored:
-        """The micro-batch as it is stored."""
-        return self.stored_of(self.global_batch.numbers(step, micro_step))
-
-    def stored_of(self, sequences: np.ndarray) -> Stored:
-        """Sequences by their numbers."""
-        starts = self.starts_of(sequences)
-        return Stored(self.windows[starts], document_starts=document_starts(self.documents, starts, self.seq_len))
+    def stored_of(self, sequences: np.ndarray) -> Batch:
+        return windows_at(self.starts_of(sequences), self.windows, self.documents)
 
     def _draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
         draws = random_draws(self.seed, epoch, self.n_windows + 1)
         return int(draws[0] % np.uint64(self.n_offsets)), np.argsort(draws[1:], kind="stable")
 
 
-class MixedBatches:
+class MixedBatches(Source):
     """The training batches of one rank, from several texts: data.path=[a,b] data.weights=[3,1].
 
     The sequences of a run repeat a pattern of sum(weights) corpora, here a a b a, in which each corpus is spread
@@ -196,17 +182,12 @@ class MixedBatches:
         # For each place of the pattern, how often its corpus stands before it.
         self.before = np.array([np.sum(self.pattern[:n] == corpus) for n, corpus in enumerate(self.pattern)])
 
-    def stored(self, step: int, micro_step: int = 0) -> Stored:
-        """The micro-batch as it is stored."""
-        periods, places = np.divmod(self.global_batch.numbers(step, micro_step), len(self.pattern))
+    def stored_of(self, sequences: np.ndarray) -> Batch:
+        periods, places = np.divmod(sequences, len(self.pattern))
         corpora = self.pattern[places]
         numbers = periods * self.weights[corpora] + self.before[places]
         rows = [self.parts[corpus].stored_of(numbers[n : n + 1]) for n, corpus in enumerate(corpora)]
-        starts = [row.document_starts for row in rows if row.document_starts is not None]
-        return Stored(
-            np.concatenate([row.window for row in rows]),
-            document_starts=np.concatenate(starts) if starts else None,
-        )
+        return Batch(*map(torch.cat, zip(*(row.tensors() for row in rows), strict=True)))
 
 
 def pattern(weights: Sequence[int]) -> list[int]:
@@ -271,10 +252,13 @@ def eval_batches(
     first = np.arange(pieces) * (len(tokens) - span - 1) // max(pieces - 1, 1)
     starts = (first[:, None] + seq_len * np.arange(windows_in_piece)).ravel()[:n]
     of_batches = [starts[i : i + batch_size] for i in range(0, n, batch_size)]
-    return [
-        Stored(windows[starts], document_starts=document_starts(documents, starts, seq_len)).batch()
-        for starts in of_batches
-    ]
+    return [windows_at(starts, windows, documents).widened() for starts in of_batches]
+
+
+def windows_at(starts: np.ndarray, windows: np.ndarray, documents: np.ndarray | None) -> Batch:
+    """The windows that begin at `starts`, (B,)."""
+    seq_len = windows.shape[1] - 1
+    return from_arrays(windows[starts, :-1], windows[starts, 1:], document_starts(documents, starts, seq_len))
 
 
 def _windows(tokens: np.ndarray, seq_len: int, split: str) -> np.ndarray:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.batches import Batch, GlobalBatch, Stored, random_draws
+from data.batches import Batch, GlobalBatch, Source, from_arrays, random_draws
 from data.errors import DataError
 from data.files import numbered_rows
 from data.store import TokenFile
@@ -53,7 +53,7 @@ class PackedRows:
         of_conversation = learned[self.stops] - learned[self.starts + 1]
         self.answers = np.array([of_conversation[row].sum() for row in self.rows])
 
-    def stored(self, numbers: np.ndarray, learned: float) -> Stored:
+    def stored(self, numbers: np.ndarray, learned: float) -> Batch:
         """The rows with these numbers.
 
         learned  as in a Batch
@@ -71,7 +71,7 @@ class PackedRows:
                 targets[i, places] = np.where(answers[1:], tokens[1:].astype(np.int32), IGNORED)
                 at = places.stop
             begins[i, at:] = at
-        return Stored(inputs, targets, begins, np.array(learned, np.float32))
+        return from_arrays(inputs, targets, begins, np.array(learned, np.float32))
 
 
 def best_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
@@ -96,25 +96,23 @@ def best_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
     return rows
 
 
-class ChatBatches:
+class ChatBatches(Source):
     """The training batches of one rank, from packed conversations."""
 
     def __init__(self, rows: PackedRows, global_batch: GlobalBatch, seed: int) -> None:
         self.rows, self.global_batch, self.seed = rows, global_batch, seed
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
-    def numbers(self, step: int) -> np.ndarray:
-        """The rows of a whole step, in the order of its sequences."""
-        n, sequences = len(self.rows.rows), self.global_batch.sequences
-        epochs, places = np.divmod(step * sequences + np.arange(sequences), n)
+    def numbers(self, sequences: np.ndarray) -> np.ndarray:
+        """The rows of sequences, which are numbered over the run."""
+        epochs, places = np.divmod(sequences, len(self.rows.rows))
         return np.array([self._order(int(epoch))[place] for epoch, place in zip(epochs, places, strict=True)])
 
-    def stored(self, step: int, micro_step: int = 0) -> Stored:
-        """The micro-batch as it is stored."""
-        cut, numbers = self.global_batch, self.numbers(step)
-        first = cut.first_sequence(micro_step)
-        learned = max(1, self.rows.answers[numbers].sum())
-        return self.rows.stored(numbers[first : first + cut.batch_size], learned / (cut.ranks * cut.micro_steps))
+    def stored_of(self, sequences: np.ndarray) -> Batch:
+        cut = self.global_batch
+        first = sequences[0] // cut.sequences * cut.sequences  # of the step
+        learned = max(1, self.rows.answers[self.numbers(first + np.arange(cut.sequences))].sum())
+        return self.rows.stored(self.numbers(sequences), learned / (cut.ranks * cut.micro_steps))
 
     def _draw_order(self, epoch: int) -> np.ndarray:
         return np.argsort(random_draws(self.seed, epoch, len(self.rows.rows)), kind="stable")
@@ -127,4 +125,4 @@ def chat_windows(rows: PackedRows, batch_size: int, count: int) -> list[Batch]:
     numbers = np.arange(n) * len(rows.rows) // n
     of_batches = [numbers[i : i + batch_size] for i in range(0, n, batch_size)]
     learned = max(1, rows.answers[numbers].sum()) / len(of_batches)
-    return [rows.stored(part, learned).batch() for part in of_batches]
+    return [rows.stored(part, learned).widened() for part in of_batches]

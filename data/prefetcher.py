@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import threading
+from collections import deque
 from collections.abc import Iterator
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from data.batches import Batch, Source, Stored
+from data.batches import Batch, Source
 
 
 class Prefetcher:
@@ -22,27 +22,22 @@ class Prefetcher:
     """
 
     def __init__(self, batches: Source, device: torch.device | str, start_step: int = 0, depth: int = 3):
-        self._batches, self._device, self._step = batches, torch.device(device), start_step
-        if self._device.type == "cuda" and self._device.index is None:  # each thread has a separate current device
-            self._device = torch.device("cuda", torch.cuda.current_device())
-        self._ready: SimpleQueue[tuple[Batch, torch.cuda.Event | None] | BaseException] = SimpleQueue()
-        self._room = threading.Semaphore(depth)
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="prefetcher", daemon=True)
-        self._thread.start()
+        self._batches, self._device = batches, torch.device(device)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        micro_steps = range(batches.global_batch.micro_steps)
+        self._places = ((step, micro_step) for step in itertools.count(start_step) for micro_step in micro_steps)
+        self._thread = ThreadPoolExecutor(1, "prefetcher")
+        self._ahead = deque(self._begin() for _ in range(depth))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._closed:
+        if not self._ahead:
             raise StopIteration
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            self._ready.put(item)  # for later calls
-            raise item
-        self._room.release()
-        batch, arrived = item
+        batch, arrived = self._ahead[0].result()  # an error stays there for later calls
+        self._ahead.popleft()
+        self._ahead.append(self._begin())
         if arrived is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(arrived)
@@ -53,9 +48,8 @@ class Prefetcher:
 
     def close(self) -> None:
         """End the thread; safe to call twice."""
-        self._closed = True
-        self._room.release()
-        self._thread.join()
+        self._ahead.clear()
+        self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Prefetcher:
         return self
@@ -63,26 +57,15 @@ class Prefetcher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _work(self) -> None:
-        try:
-            stream = None
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-                stream = torch.cuda.Stream(self._device)
-            for step in itertools.count(self._step):
-                for micro_step in range(self._batches.global_batch.micro_steps):
-                    self._room.acquire()
-                    if self._closed:
-                        return
-                    self._ready.put(self._move(self._batches.stored(step, micro_step), stream))
-        except BaseException as error:
-            self._ready.put(error)
+    def _begin(self) -> Future[tuple[Batch, torch.cuda.Event | None]]:
+        return self._thread.submit(self._fetch, *next(self._places))
 
-    def _move(self, stored: Stored, stream: torch.cuda.Stream | None) -> tuple[Batch, torch.cuda.Event | None]:
-        if stream is None:
-            return stored.batch(lambda x: x.to(self._device)), None
-        with torch.cuda.stream(stream):
-            batch = stored.batch(lambda x: x.pin_memory().to(self._device, non_blocking=True))
+    def _fetch(self, step: int, micro_step: int) -> tuple[Batch, torch.cuda.Event | None]:
+        stored = self._batches.stored(step, micro_step)
+        if self._stream is None:
+            return stored.widened(lambda x: x.to(self._device)), None
+        with torch.cuda.stream(self._stream):  # also makes its device the thread's current one
+            batch = stored.widened(lambda x: x.pin_memory().to(self._device, non_blocking=True))
             arrived = torch.cuda.Event()
-            arrived.record(stream)
+            arrived.record(self._stream)
         return batch, arrived

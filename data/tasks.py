@@ -7,12 +7,13 @@ sequence is a pure function of (seed, split, number), like everything in a step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from data.batches import Batch, GlobalBatch, Stored
+from data.batches import Batch, GlobalBatch, Source, from_arrays
 from data.errors import DataError
 
 FORMAT = 3  # increase it when the same numbers give other sequences
@@ -206,18 +207,18 @@ class TaskData:
         return f"{self.task.name}-{FORMAT}"
 
 
-def drawn(task: Task, T: int, seed: int, split: int, numbers: range) -> list[Sequence]:
+def drawn(task: Task, T: int, seed: int, split: int, numbers: Iterable[int]) -> list[Sequence]:
     """The sequences of these numbers."""
     return [task.sequence(Draws(seed, split, T, number), T) for number in numbers]
 
 
-def stored(sequences: list[Sequence]) -> Stored:
+def stored(sequences: list[Sequence]) -> Batch:
     """Sequences as a micro-batch."""
-    inputs, targets = (np.stack(parts).astype(np.int16) for parts in zip(*(s[:2] for s in sequences), strict=True))
-    return Stored(inputs, targets)
+    inputs, targets, _ = zip(*sequences, strict=True)
+    return from_arrays(np.stack(inputs).astype(np.int16), np.stack(targets).astype(np.int16))
 
 
-class TaskBatches:
+class TaskBatches(Source):
     """The training batches of one rank. No sequence comes twice.
 
     Raises DataError for sequences that are too short for the task.
@@ -227,18 +228,14 @@ class TaskBatches:
         check_length(task, seq_len)
         self.task, self.seq_len, self.global_batch, self.seed = task, seq_len, global_batch, seed
 
-    def stored(self, step: int, micro_step: int = 0) -> Stored:
-        """The micro-batch as it is stored."""
-        first = step * self.global_batch.sequences + self.global_batch.first_sequence(micro_step)
-        numbers = range(first, first + self.global_batch.batch_size)
-        return stored(drawn(self.task, self.seq_len, self.seed, TRAINING, numbers))
+    def stored_of(self, sequences: np.ndarray) -> Batch:
+        return stored(drawn(self.task, self.seq_len, self.seed, TRAINING, sequences.tolist()))
 
 
 def validation_batches(task: Task, seq_len: int, batch_size: int, count: int) -> list[Batch]:
     """`count` batches of validation, the same in every run."""
-    check_length(task, seq_len)
     numbers = (range(n * batch_size, (n + 1) * batch_size) for n in range(count))
-    return [stored(drawn(task, seq_len, VALIDATION_SEED, VALIDATION, batch)).batch() for batch in numbers]
+    return [stored(drawn(task, seq_len, VALIDATION_SEED, VALIDATION, batch)).widened() for batch in numbers]
 
 
 def check_length(task: Task, seq_len: int) -> None:

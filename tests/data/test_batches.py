@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import Batches, GlobalBatch, Stored, document_starts, eval_batches
+from data.batches import Batch, Batches, GlobalBatch, document_starts, eval_batches
 from data.errors import DataError
 from data.prefetcher import Prefetcher
 
@@ -21,11 +21,11 @@ def make(tokens=TOKENS, seq_len=16, batch_size=4, seed=1, documents=None, **cut)
 def epoch_starts(batches: Batches, epoch: int) -> np.ndarray:
     """The starts of an epoch's windows, read one sequence at a time."""
     n = batches.n_windows
-    return np.concatenate([batches.stored(step).window[:, 0] for step in range(epoch * n, (epoch + 1) * n)])
+    return np.concatenate([batches.stored(step).inputs[:, 0] for step in range(epoch * n, (epoch + 1) * n)])
 
 
 def test_targets_follow_the_inputs():
-    inputs, targets, *_ = make().stored(3).batch()
+    inputs, targets, *_ = make().stored(3).widened()
     assert inputs.shape == targets.shape == (4, 16)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs + 1, targets)  # the tokens count up
@@ -57,26 +57,26 @@ def test_the_cut_into_micro_batches_and_ranks_does_not_change_the_global_batch(c
     together = make(batch_size=24)
     for step in (0, 1, 2, 5, 1000):  # 61 windows an epoch: steps 2 and 5 straddle two of them
         parts = [
-            make(batch_size=batch_size, rank=rank, ranks=ranks, micro_steps=micro_steps).stored(step, micro_step).window
+            make(batch_size=batch_size, rank=rank, ranks=ranks, micro_steps=micro_steps).stored(step, micro_step).inputs
             for micro_step in range(micro_steps)
             for rank in range(ranks)
         ]
-        assert np.array_equal(np.concatenate(parts), together.stored(step).window)
+        assert np.array_equal(np.concatenate(parts), together.stored(step).inputs)
 
 
 def test_a_step_needs_nothing_of_the_steps_before_it():
     used = make(batch_size=7)
-    sequential = [used.stored(step).window for step in range(60)]
+    sequential = [used.stored(step).inputs for step in range(60)]
     for step in (59, 13, 0, 31):
-        assert np.array_equal(make(batch_size=7).stored(step).window, sequential[step])
-        assert np.array_equal(used.stored(step).window, sequential[step])
+        assert np.array_equal(make(batch_size=7).stored(step).inputs, sequential[step])
+        assert np.array_equal(used.stored(step).inputs, sequential[step])
 
 
 def test_the_order_is_the_same_on_every_platform():
-    assert not np.array_equal(make(seed=1).stored(0).window, make(seed=2).stored(0).window)
+    assert not np.array_equal(make(seed=1).stored(0).inputs, make(seed=2).stored(0).inputs)
     batches = make(seed=1337, batch_size=8)
-    assert batches.stored(0).window[:, 0].tolist() == [315, 187, 123, 635, 843, 427, 43, 171]
-    assert batches.stored(100).window[:, 0].tolist() == [150, 102, 870, 326, 374, 342, 598, 454]
+    assert batches.stored(0).inputs[:, 0].tolist() == [315, 187, 123, 635, 843, 427, 43, 171]
+    assert batches.stored(100).inputs[:, 0].tolist() == [150, 102, 870, 326, 374, 342, 598, 454]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
@@ -84,7 +84,7 @@ def test_every_token_type_becomes_int64(dtype):
     tokens = (TOKENS % 200).astype(dtype)
     top = np.iinfo(dtype).max
     tokens[:] = np.where(tokens % 2, top, tokens)
-    inputs, *_ = make(tokens).stored(0).batch()
+    inputs, *_ = make(tokens).stored(0).widened()
     assert inputs.dtype == torch.int64
     assert inputs.min() >= 0
     assert inputs.max() == top
@@ -195,7 +195,7 @@ def document_of(position: int) -> int:
 def test_each_input_comes_with_the_start_of_its_document():
     batches = make(documents=DOCUMENTS)
     for step in range(8):
-        inputs, _, starts, _ = batches.stored(step).batch()
+        inputs, _, starts, _ = batches.stored(step).widened()
         assert (starts.shape, starts.dtype) == ((4, 16), torch.int32)
         for row, row_starts in zip(inputs.tolist(), starts.tolist(), strict=True):  # the tokens count up from 0
             assert row_starts == [max(document_of(token) - row[0], 0) for token in row]
@@ -205,15 +205,19 @@ def test_documents_are_the_same_in_evaluation_and_from_the_prefetcher():
     batches = make(documents=DOCUMENTS, micro_steps=2)
     with Prefetcher(batches, "cpu", start_step=3) as prefetched:
         for step, micro_step in ((3, 0), (3, 1), (4, 0)):
-            assert all(map(torch.equal, next(prefetched).tensors(), batches.stored(step, micro_step).batch().tensors()))
+            assert all(
+                map(torch.equal, next(prefetched).tensors(), batches.stored(step, micro_step).widened().tensors())
+            )
     for inputs, _, starts, _ in eval_batches(TOKENS, 16, 4, 3, documents=DOCUMENTS):
         assert starts is not None
         first = inputs[:, :1]
-        expected = torch.tensor([[document_of(token) for token in row] for row in inputs.tolist()])
-        assert torch.equal(starts, (expected - first).clamp(min=0).int())
+        begins = torch.tensor([[document_of(token) for token in row] for row in inputs.tolist()])
+        assert torch.equal(starts, (begins - first).clamp(min=0).int())
 
 
 def test_pieces_are_what_documents_leave_of_a_row():
     starts = document_starts(DOCUMENTS, np.array([0, 36, 200]), 16)
-    assert Stored(np.zeros((3, 17)), document_starts=starts).pieces() == [5, 2, 9, 4, 1, 11, 16]
+    assert starts is not None
+    rows = torch.zeros(3, 16)
+    assert Batch(rows, rows, torch.from_numpy(starts)).pieces() == [5, 2, 9, 4, 1, 11, 16]
     assert make(batch_size=2).stored(0).pieces() == [16, 16]

@@ -77,7 +77,7 @@ def test_an_epoch_has_every_conversation_once_and_learns_its_answers_alone(data)
         expected.append((of["input_ids"][:-1], [token if answers else -100 for token, answers in pairs]))
     batches, found = ChatBatches(rows, GlobalBatch(1), seed=3), []
     for step in range(len(rows.rows)):
-        (inputs, *_), (targets, *_), starts, learned = batches.stored(step).batch()
+        (inputs, *_), (targets, *_), starts, learned = batches.stored(step).widened()
         assert starts is not None
         assert learned == (targets >= 0).sum()
         cuts = [*np.unique(starts[0]).tolist(), len(inputs)]
@@ -99,7 +99,7 @@ def test_a_batch_is_the_same_however_it_is_cut(data):
             np.asarray(together.stored(step).learned).item()
         }
     other = ChatBatches(rows, GlobalBatch(4), seed=2)
-    assert not np.array_equal(other.stored(0).window, together.stored(0).window)
+    assert not np.array_equal(other.stored(0).inputs, together.stored(0).inputs)
     windows = chat_windows(rows, 2, 3)
     learned = torch.stack([window.learned for window in windows if window.learned is not None])
     assert learned.sum() == sum((window.targets >= 0).sum() for window in windows)

@@ -27,12 +27,12 @@ def test_each_corpus_is_read_in_its_order_in_the_pattern_of_the_weights() -> Non
     alone = [Batches(text, T, GlobalBatch(1), seed=5) for text in TEXTS]
     expected, counts = [], [0, 0]
     for corpus in [0, 0, 1, 0] * 60:  # more than an epoch of both
-        expected.append(alone[corpus].stored(counts[corpus]).window[0])
+        expected.append(alone[corpus].stored(counts[corpus]).inputs[0])
         counts[corpus] += 1
-    whole = [mixed(GlobalBatch(6)).stored(step).window for step in range(40)]
+    whole = [mixed(GlobalBatch(6)).stored(step).inputs for step in range(40)]
     assert np.array_equal(np.concatenate(whole), expected)
     cuts = [GlobalBatch(1, rank=rank, ranks=3, micro_steps=2) for rank in range(3)]
-    parts = [mixed(cut).stored(17, micro_step).window for micro_step in range(2) for cut in cuts]
+    parts = [mixed(cut).stored(17, micro_step).inputs for micro_step in range(2) for cut in cuts]
     assert np.array_equal(np.concatenate(parts), whole[17])
 
 

@@ -123,7 +123,7 @@ def test_the_cut_into_ranks_and_micro_batches_does_not_change_a_step(cut: dict) 
         for micro_step in range(cut.get("micro_steps", 1))
         for rank in range(cut.get("ranks", 1))
     ]
-    assert np.array_equal(np.concatenate([part.window for part in parts]), together.stored(4).window)
+    assert np.array_equal(np.concatenate([part.inputs for part in parts]), together.stored(4).inputs)
     targets = [part.targets for part in parts if part.targets is not None]
     expected = together.stored(4).targets
     assert expected is not None

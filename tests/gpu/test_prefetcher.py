@@ -23,6 +23,6 @@ def test_batches_reach_a_busy_gpu_unharmed(dtype):
             torch.cuda._sleep(2_000_000)  # delays the copy below, while the thread reuses freed batches
             seen.append(torch.stack([inputs, targets]))
             del inputs, targets
-            expected.append(torch.stack(batches.stored(3 + i // 2, i % 2).batch().tensors()))
+            expected.append(torch.stack(batches.stored(3 + i // 2, i % 2).widened().tensors()))
     for arrived, sent in zip(seen, expected, strict=True):
         assert torch.equal(arrived.cpu(), sent)

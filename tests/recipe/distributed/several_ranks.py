@@ -125,14 +125,14 @@ def train(trainer: Trainer, steps: range) -> list[list[str]]:
     batches = Batches(TEXT, trainer.model.seq_len, trainer.global_batch, SEED)
     done = []
     for step in steps:
-        update = trainer.update(step, [batches.stored(step, m).batch() for m in range(trainer.micro_steps)])
+        update = trainer.update(step, [batches.stored(step, m).widened() for m in range(trainer.micro_steps)])
         done.append([float(update[name]).hex() for name in ("train/loss", "optim/grad_norm")])
     return done
 
 
 def validate(trainer: Trainer) -> dict[str, str]:
     batches = Batches(TEXT, trainer.model.seq_len, GlobalBatch(B), SEED)
-    measured = trainer.measure([batches.stored(step).batch() for step in range(50, 55)])
+    measured = trainer.measure([batches.stored(step).widened() for step in range(50, 55)])
     return {"validation": measured["val/loss"].hex(), "validation of the average": measured["val/loss_ema"].hex()}
 
 
@@ -153,7 +153,7 @@ def part_of_moments(trainer: Trainer) -> float:
 @torch.no_grad()
 def one_loss(trainer: Trainer) -> str:
     """A loss of the gathered model, computed on this rank alone, in hexadecimal."""
-    inputs, targets, *_ = Batches(TEXT, trainer.model.seq_len, GlobalBatch(B), SEED).stored(50).batch()
+    inputs, targets, *_ = Batches(TEXT, trainer.model.seq_len, GlobalBatch(B), SEED).stored(50).widened()
     return trainer.whole_model().eval()(inputs, targets).item().hex()
 
 

@@ -49,7 +49,7 @@ def micro_batches(run: Path, steps: int) -> list[list[Batch]]:
     data = prepare(config.data)
     rows = PackedRows(data.train, 96, data.tokenizer.eot_token, Path(str(config.data.path)))
     batches = ChatBatches(rows, GlobalBatch(2, micro_steps=2), config.seed)
-    return [[batches.stored(step, micro_step).batch() for micro_step in (0, 1)] for step in range(steps)]
+    return [[batches.stored(step, micro_step).widened() for micro_step in (0, 1)] for step in range(steps)]
 
 
 def beside_transformers(

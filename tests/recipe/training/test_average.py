@@ -26,7 +26,7 @@ T, B, DECAY = 16, 2, 0.3
 TRAINING = TrainingConfig(steps=20, batch_size=B, precision=Precision.fp32, ema=DECAY)
 TEXT = np.random.default_rng(0).integers(0, 50, 2000).astype(np.uint8)
 BATCHES = Batches(TEXT, T, GlobalBatch(B), seed=1)
-WINDOWS = [BATCHES.stored(100).batch()]
+WINDOWS = [BATCHES.stored(100).widened()]
 
 
 def build(training: TrainingConfig = TRAINING, optimizer: str = "adamw") -> Trainer:
@@ -37,7 +37,7 @@ def build(training: TrainingConfig = TRAINING, optimizer: str = "adamw") -> Trai
 
 
 def train(trainer: Trainer, first: int, last: int) -> list[float]:
-    return [float(trainer.update(step, [BATCHES.stored(step).batch()])["train/loss"]) for step in range(first, last)]
+    return [float(trainer.update(step, [BATCHES.stored(step).widened()])["train/loss"]) for step in range(first, last)]
 
 
 def vector(trainer: Trainer) -> np.ndarray:

@@ -62,7 +62,7 @@ def batches(trainer: Trainer) -> Batches:
 
 
 def micro_batches(trainer: Trainer, step: int) -> list[Batch]:
-    return [batches(trainer).stored(step, m).batch() for m in range(trainer.micro_steps)]
+    return [batches(trainer).stored(step, m).widened() for m in range(trainer.micro_steps)]
 
 
 def losses(trainer: Trainer, steps: range) -> list[float]:
@@ -98,7 +98,7 @@ def test_a_step_depends_on_its_number_and_the_weights_alone() -> None:
     assert losses(wandering, range(2)) == expected[:2]
     torch.manual_seed(99)  # other code draws random numbers and runs the model
     torch.rand(10)
-    wandering.evaluate([batches(wandering).stored(50).batch()])
+    wandering.evaluate([batches(wandering).stored(50).widened()])
     assert losses(wandering, range(2, 4)) == expected[2:]
     assert equal(weights(straight), weights(wandering))
 
@@ -112,7 +112,7 @@ def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step(
     attention: AttentionConfig, dropout: float
 ) -> None:
     trainer = build(attention, replace(MODEL, dropout=dropout))
-    inputs, targets, *_ = batches(trainer).stored(0).batch()
+    inputs, targets, *_ = batches(trainer).stored(0).widened()
     places = ((0, 0), (0, 1), (1, 0), (0, 0))
     keys = (trainer.dropout_key_for(*place) for place in places)
     assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
@@ -179,7 +179,7 @@ def test_half_precision_trains_like_full_precision(precision: Precision) -> None
 
 def test_evaluation_is_the_mean_loss_without_dropout_and_changes_nothing() -> None:
     trainer = build(model=replace(MODEL, dropout=0.3))
-    windows = [batches(trainer).stored(step).batch() for step in (10, 11)]
+    windows = [batches(trainer).stored(step).widened() for step in (10, 11)]
     before = weights(trainer)
     measured = trainer.evaluate(windows)
     model = trainer.model.eval()
@@ -216,7 +216,7 @@ def run(recorder: Recorder, interruption: Interruption | None = None, probes: Se
         Run(
             trainer,
             batches(trainer),
-            [batches(trainer).stored(100).batch()],
+            [batches(trainer).stored(100).widened()],
             StepMeter(
                 CPU, tokens_per_step=B * T, flops_per_token_full=1.0, flops_per_token_causal=1.0, precision="fp32"
             ),

@@ -211,7 +211,7 @@ def train_with(optimizer: str, clip: float = 1.0) -> list[float]:
     config = Config(0, optimizer=OptimizerConfig(optimizer, lr=0.1, clip=clip), training=training)
     trainer = build_trainer(config, small_gpt(), torch.device("cpu"), World())
     batches = Batches(np.arange(1000, dtype=np.uint16) % 20, 8, trainer.global_batch, seed=0)
-    of_steps = ([batches.stored(step, m).batch() for m in range(2)] for step in range(4))
+    of_steps = ([batches.stored(step, m).widened() for m in range(2)] for step in range(4))
     return [float(trainer.update(step, micro)["train/loss"]) for step, micro in enumerate(of_steps)]
 
 

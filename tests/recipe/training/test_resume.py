@@ -298,7 +298,7 @@ def test_with_rotary_positions_a_resumed_run_may_have_longer_sequences(runs: Pat
     data = prepare_data(config.data)
     model = build_model(config, data.vocab_size, torch.device("cpu"), torch.float32, World())
     model.load_state_dict(weights)
-    inputs, targets, *_ = Batches(data.train.tokens, 64, GlobalBatch(6), config.seed).stored(6).batch()
+    inputs, targets, *_ = Batches(data.train.tokens, 64, GlobalBatch(6), config.seed).stored(6).widened()
     expected = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     assert losses(run)[-1][:2] == (7, pytest.approx(expected.item(), rel=1e-5))
 
