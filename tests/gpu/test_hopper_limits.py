@@ -27,7 +27,7 @@ GRIDS = """
 """
 
 
-@pytest.mark.parametrize(("D", "dropout"), [(64, 0.0), (64, 0.1), (128, 0.0), (128, 0.1), (256, 0.0), (256, 0.1)])
+@pytest.mark.parametrize(("D", "dropout"), [(64, 0.0), (64, 0.17), (128, 0.0), (128, 0.17), (256, 0.17)])
 def test_grids_of_any_size_end(D, dropout):
     """A time limit ends programs that deadlock."""
     script = f"""
@@ -40,7 +40,7 @@ for H, T, S in ({GRIDS}):
     make = lambda length: torch.randn(1, H, length, {D}, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     q, k, v = make(T), make(S), make(S)
     starts = torch.arange(S, dtype=torch.int32, device="cuda")[None] // 300 * 300
-    for score, layout in ((Score(), Layout()), (Score(window=200), Layout()), (Score(), documents(starts))):
+    for score, layout in ((Score(), Layout()), (Score(window=100), Layout()), (Score(), documents(starts))):
         attend(q, k, v, score=score, layout=layout, dropout_key=key).out.sum().backward()
         torch.cuda.synchronize()
 """

@@ -29,11 +29,16 @@ OVERRIDES = [
 @pytest.mark.parametrize(
     "own",
     [
-        ["attention=naive", "training.batch_tokens=768"],
         ["attention=flash", "training.batch_tokens=768"],
         ["attention=flash", "training.compile=true"],  # replayed as a CUDA graph
-        ["attention=flash", "training.compile=true", "training.batch_tokens=768", "training.recompute=block"],
-        ["attention=flash", "training.compile=true", "optimizer=muon", "training.ema=0.9"],
+        [
+            "attention=flash",
+            "training.compile=true",
+            "training.batch_tokens=768",
+            "training.recompute=block",
+            "optimizer=muon",
+            "training.ema=0.9",
+        ],
     ],
     ids=" ".join,
 )
