@@ -33,7 +33,7 @@ from data.atomic import write_atomically
 from data.errors import DataError, brief
 from data.files import Row, Span, numbered_rows
 from data.own_tokenizer import OwnTokenizer
-from data.tokenizers import Tokenizer
+from data.tokenizers import Tokenised, Tokenizer
 from data.untrusted import RECORD, read_json, read_text
 
 Messages = Sequence[Mapping[str, Any]]
@@ -213,16 +213,15 @@ def mistakes(row: Row) -> Iterator[str]:
         yield "has no answer: no message with the role assistant, or all have the weight 0"
 
 
-def chat_encoder(tokenizer: OwnTokenizer) -> Callable[[Row], tuple[np.ndarray, np.ndarray, int]]:
-    """A function from a row to its tokens and, for each token, 1 in an answer and 0 elsewhere, both 1-D unsigned; and
-    the number of characters that they do not give back.
+def chat_encoder(tokenizer: OwnTokenizer) -> Callable[[Row], Tokenised]:
+    """A function from a row to its tokens, with a mark on those of answers.
 
     The name of a special token in a text becomes this token, as in transformers.
     """
     model = tokenizers.Tokenizer.from_str(tokenizer.content)
     model.encode_special_tokens = False
 
-    def encode(row: Row) -> tuple[np.ndarray, np.ndarray, int]:
+    def encode(row: Row) -> Tokenised:
         encoding = model.encode(row["text"], add_special_tokens=False)
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         marks = np.zeros(len(encoding.ids), np.uint8)

@@ -17,14 +17,12 @@ import re
 import sys
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from data.chat import chat_encoder, read_conversations, read_template
 from data.errors import DataError, brief, first_few, unreadable
@@ -39,14 +37,13 @@ from data.files import (
     character_boundary,
     kind,
     read_spans,
-    reading,
     table_rows,
     text_of,
     text_size,
 )
 from data.options import DataConfig, HubRows
 from data.own_tokenizer import OwnTokenizer
-from data.tokenizers import Tokenizer, encoder
+from data.tokenizers import Tokenised, Tokenizer, encoder
 
 SPLIT_NAMES = {
     "train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
@@ -59,17 +56,6 @@ class Stream(NamedTuple):
 
     rows: Iterable[Row]
     share: float
-
-
-class Tokenised(NamedTuple):
-    """A row's tokens and, for a conversation, 1 for each token of an answer and 0 for others; both 1-D unsigned.
-
-    lost  characters that the tokens do not give back
-    """
-
-    tokens: np.ndarray
-    answers: np.ndarray | None = None
-    lost: int = 0
 
 
 class Corpus(ABC):
@@ -97,7 +83,7 @@ class Corpus(ABC):
             tokens = row.get(TOKENS) if tokenizer.name == "gpt2" else None
             tokens = encode(row["text"]) if tokens is None else tokens
             lost = tokenizer.lost(tokens.tolist(), row["text"]) if isinstance(tokenizer, OwnTokenizer) else 0
-            return Tokenised(tokens, lost=lost)
+            return tokens, None, lost
 
         return tokenised
 
@@ -117,9 +103,6 @@ class FileCorpus(Corpus):
     def __init__(self, config: DataConfig, root: Path, files: list[Path], others: list[Path] | None = None):
         """others  files of other types in the same folder, which are left out"""
         self.config, self.root, self.others = config, root, others or []
-        for file in files:
-            with reading(file), file.open("rb"):
-                pass
         stats = {self._name(file): (file, file.stat()) for file in files}
         self.files = {stats[name][0]: stats[name][1].st_size for name in sorted(stats) if stats[name][1].st_size}
         self.empty = [file for file, stat in stats.values() if not stat.st_size]
@@ -134,7 +117,8 @@ class FileCorpus(Corpus):
         return {"corpus": self.config.name, "path": str(*files), "fingerprint": self.fingerprint}
 
     def streams(self) -> list[Stream]:
-        spans = self._cut_one() if len(self.files) == 1 else self._hold_out_some()
+        several = [Span(str(file), split, 0, sys.maxsize) for file, split in self.splits.items() if split]
+        spans = self._cut_one() if len(self.files) == 1 else several
         shares = {"train": 1 - self.config.val_fraction, "val": self.config.val_fraction}
         return [
             Stream(read_spans([s for s in spans if s.split == split], self.config.text_field), share)
@@ -145,16 +129,12 @@ class FileCorpus(Corpus):
         return read_spans([Span(str(file), "train", 0, sys.maxsize) for file in self.files], self.config.text_field)
 
     def notices(self) -> list[str]:
-        sentences = []
-        if self.others:
-            sentences.append(
-                f"left out, because they do not end in one of {ACCEPTED}: "
-                f"{first_few([self._name(file) for file in self.others])}."
-            )
-        if self.empty:
-            sentences.append(f"left out, because they are empty: {first_few(self.empty)}.")
-        if unused := [self._name(file) for file in self.files if self.splits[file] is None]:
-            sentences.append(f"left out, because the names of others say their split: {first_few(unused)}.")
+        left_out: dict[str, Sequence[object]] = {
+            f"they do not end in one of {ACCEPTED}": [*map(self._name, self.others)],
+            "they are empty": self.empty,
+            "the names of others say their split": [self._name(f) for f in self.files if self.splits[f] is None],
+        }
+        sentences = [f"left out, because {why}: {first_few(names)}." for why, names in left_out.items() if names]
         if len(self.files) > 1 and self.config.name == "text":
             val_files = [file for file in self.files if self.splits[file] == "val"]
             share = sum(map(self.files.__getitem__, val_files)) / self.size
@@ -197,9 +177,6 @@ class FileCorpus(Corpus):
             val_files = {min(near or order, key=self.files.__getitem__)}
         return val_files
 
-    def _hold_out_some(self) -> list[Span]:
-        return [Span(str(file), split, 0, sys.maxsize) for file, split in self.splits.items() if split]
-
     def _cut_one(self) -> list[Span]:
         [file] = self.files
         if kind(file) in TABLES:
@@ -233,8 +210,7 @@ class ChatCorpus(FileCorpus):
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Row], Tokenised]:
         assert isinstance(tokenizer, OwnTokenizer)
-        encode = chat_encoder(tokenizer)
-        return lambda row: Tokenised(*encode(row))
+        return chat_encoder(tokenizer)
 
 
 def stdlib(config: DataConfig) -> Corpus:
@@ -255,19 +231,15 @@ def _stdlib_files(root: Path) -> list[Path]:
 
 def text(config: DataConfig) -> Corpus:
     """Local text: one file, or all files below a folder except hidden ones."""
-    if config.path is None:
-        raise DataError("data=text needs to know where the text is; set data.path=<file or folder>.")
-    path = _existing(config.path, f"a file ({ACCEPTED}) or a folder of them")
+    path = _existing(config, f"a file ({ACCEPTED}) or a folder of them")
     if path.is_file():
         if kind(path) not in TEXT_SUFFIXES:
             raise DataError(f"data.path={config.path} must end in one of {ACCEPTED}; rename or convert the file.")
         files, others = [path], list[Path]()
-    elif path.is_dir():
+    else:
         everything = _files_below(path, ("",), lambda name: name.startswith("."))
         files = [file for file in everything if kind(file) in TEXT_SUFFIXES]
         others = sorted(file for file in set(everything) - set(files) if file.name != CHARACTERS)
-    else:
-        raise DataError(f"data.path={config.path} is neither a file nor a folder; set it to one of text ({ACCEPTED}).")
     if not files:
         raise DataError(
             f"data.path={config.path} holds no file that ends in one of {ACCEPTED}"
@@ -278,21 +250,21 @@ def text(config: DataConfig) -> Corpus:
 
 def chat(config: DataConfig) -> Corpus:
     """A .jsonl file of conversations."""
-    if config.path is None:
-        raise DataError("data=chat needs to know where the conversations are; set data.path=<file>.jsonl.")
-    path = _existing(config.path, "a .jsonl file of conversations")
+    path = _existing(config, "a .jsonl file of conversations")
     if not path.is_file() or path.suffix != ".jsonl":
         raise DataError(f"data.path={config.path} is no .jsonl file; name one with a conversation in each line.")
     return ChatCorpus(config, path)
 
 
-def _existing(name: str, kind: str) -> Path:
+def _existing(config: DataConfig, kind: str) -> Path:
     """The file or folder at data.path. Raises DataError where there is nothing."""
-    path = Path(os.path.expanduser(name))
+    if config.path is None:
+        raise DataError(f"data={config.name} needs a text; set data.path=... to {kind}.")
+    path = Path(config.path).expanduser()
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"data.path={name} does not exist; set it to {kind}.") from None
+        raise DataError(f"data.path={path} does not exist; set it to {kind}.") from None
     except OSError as error:
         raise unreadable(path, error) from error
     return path.resolve()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from data.batches import Batch, Batches, GlobalBatch, MixedBatches, Source, eval_batches
 from data.options import DataConfig, Documents
@@ -46,9 +45,8 @@ def feed(
         windows = validation_batches(data.task, seq_len, share.batch_size, count)
         return Feed(data, TaskBatches(data.task, seq_len, share, seed), windows)
     if data.train.answers is not None:
-        path, end, first = Path(str(options.path)).expanduser(), data.tokenizer.eot_token, len(data.train.documents)
-        train = PackedRows(data.train, seq_len, end, path)
-        val = PackedRows(data.val, seq_len, end, path, first)
+        train = PackedRows(data.train, seq_len, data.tokenizer.eot_token)
+        val = PackedRows(data.val, seq_len, data.tokenizer.eot_token, len(data.train.documents))
         return Feed(data, ChatBatches(train, share, seed), chat_windows(val, share.batch_size, count))
     separates = options.documents is not Documents.ignore
     sources, windows_of = [], []

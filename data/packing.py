@@ -12,13 +12,11 @@ The loss of a step is the mean over the tokens of all its answers, however micro
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
 from data.batches import Batch, GlobalBatch, Source, from_arrays, random_draws
 from data.errors import DataError
-from data.files import numbered_rows
 from data.store import TokenFile
 from data.tasks import IGNORED
 
@@ -29,11 +27,10 @@ class PackedRows:
     answers  tokens to learn in each row, (n,) int64
     """
 
-    def __init__(self, split: TokenFile, seq_len: int, end_of_text: int, path: Path, first: int = 0) -> None:
+    def __init__(self, split: TokenFile, seq_len: int, end_of_text: int, first: int = 0) -> None:
         """
         end_of_text  the token that fills a row
-        path         of the conversations
-        first        number of the split's first conversation in that file
+        first        number of the split's first conversation in its file, from 0
 
         Raises DataError for conversations that are longer than a row.
         """
@@ -42,11 +39,9 @@ class PackedRows:
         self.starts, self.stops = np.asarray(split.documents), split.stops
         lengths = self.stops - self.starts - 1  # inputs; the last token is a target alone
         if len(too_long := np.flatnonzero(lengths > seq_len)):
-            line = next(line for n, (line, _) in enumerate(numbered_rows(path)) if n == first + too_long[0])
-            number = "a conversation" if len(too_long) == 1 else f"{len(too_long)} conversations"
             raise DataError(
-                f"{path} has {number} longer than seq_len={seq_len}, the first in line {line}; set "
-                f"seq_len={lengths.max()}, or shorten or remove them."
+                f"conversations of data.path are longer than seq_len={seq_len} ({len(too_long)}, the first is number "
+                f"{first + too_long[0] + 1}); set seq_len={lengths.max()}, or shorten or remove them."
             )
         self.rows = best_fit(lengths, seq_len)
         learned = np.concatenate([[0], np.cumsum(self.marks, dtype=np.int64)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -25,7 +26,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from data import own_tokenizer
-from data.corpora import CORPORA, ChatCorpus, Corpus, Tokenised
+from data.corpora import CORPORA, ChatCorpus, Corpus
 from data.errors import DataError
 from data.files import Row
 from data.mistakes import check_data
@@ -50,6 +51,7 @@ from data.store import (
 )
 from data.tokenizers import (
     NAMES,
+    Tokenised,
     Tokenizer,
     bpe_tokenizer,
     bytes_tokenizer,
@@ -194,11 +196,12 @@ def _write_tokens(
     dtype, marks, limit = token_dtype(tokenizer), isinstance(corpus, ChatCorpus), config.max_tokens
     with ExitStack() as stack:
         writers = {
-            split: stack.enter_context(TokenWriter(partial, split, dtype, tokenizer.eot_token, **counts, marks=marks))
+            split: TokenWriter(stack, partial, split, dtype, tokenizer.eot_token, **counts, marks=marks)
             for split, counts in position.splits.items()
         }
-        # Progress counts the characters of the text, or the requested tokens if the characters are unknown or limited.
-        advance = stack.enter_context(progress(f"preparing data={config.name}", limit or corpus.size, position.done))
+        # Progress counts the bytes of the text, or the requested tokens if the bytes are unknown or limited.
+        before = position.bytes.values() if limit is None else (writer.tokens for writer in writers.values())
+        advance = stack.enter_context(progress(f"preparing data={config.name}", limit or corpus.size, sum(before)))
         saved = time.monotonic()
 
         def save() -> None:
@@ -208,8 +211,8 @@ def _write_tokens(
         for number, stream in list(enumerate(corpus.streams()))[position.stream :]:
             if number > position.stream:
                 position.stream, position.rows, position.room = number, 0, None
-            if position.room is None and limit is not None:
-                position.room = int(limit * stream.share)
+            if position.room is None:
+                position.room = sys.maxsize if limit is None else int(limit * stream.share)
             if position.room == 0:
                 continue
             rows = islice(stream.rows, position.rows, None)
@@ -220,15 +223,12 @@ def _write_tokens(
                     continue
                 split, text = row["split"], row["text"]
                 written = writers[split].write(tokens, row["opens"], position.room, answers)
-                done = len(text) if limit is None else written
-                position.done, position.lost = position.done + done, position.lost + lost
+                position.lost, position.room = position.lost + lost, position.room - written
                 complete = written >= len(tokens)
-                position.bytes[split] += len(
-                    text.encode() if complete else tokenizer.decode_bytes(tokens[:written].tolist())
-                )
-                advance(done, f"{sum(writer.tokens for writer in writers.values()) / 1e6:.1f}M tokens")
-                if position.room is not None:
-                    position.room -= written
+                size = len(text.encode() if complete else tokenizer.decode_bytes(tokens[:written].tolist()))
+                position.bytes[split] += size
+                done = sum(writer.tokens for writer in writers.values())
+                advance(size if limit is None else written, f"{done / 1e6:.1f}M tokens")
                 if time.monotonic() - saved >= SECONDS_BETWEEN_SAVES:
                     save()
                     saved = time.monotonic()

@@ -93,6 +93,7 @@ class TokenWriter:
 
     def __init__(
         self,
+        stack: ExitStack,
         folder: Path,
         split: str,
         dtype: np.dtype,
@@ -103,16 +104,18 @@ class TokenWriter:
     ):
         """Continue after the first `tokens` and `documents` of an interrupted preparation.
 
+        stack  closes the files
         marks  whether answers are marked
         """
         self.dtype, self.end_of_text = dtype, np.array([end_of_text], dtype)
         self.tokens, self.documents = tokens, documents
         self._files: dict[str, IO[bytes]] = {}
         for suffix, size in sizes(dtype, marks, tokens, documents).items():
-            self._files[suffix] = (folder / f"{split}.{suffix}").open("ab", buffering=1 << 20)
+            file = (folder / f"{split}.{suffix}").open("ab", buffering=1 << 20)
+            self._files[suffix] = stack.enter_context(file)
             self._files[suffix].truncate(size)
 
-    def write(self, tokens: np.ndarray, opens: bool, room: int | None = None, answers: np.ndarray | None = None) -> int:
+    def write(self, tokens: np.ndarray, opens: bool, room: int, answers: np.ndarray | None = None) -> int:
         """Append a piece that `opens` or continues a document: at most `room` tokens. Returns how many.
 
         answers  1 for each token of an answer, else 0
@@ -120,8 +123,7 @@ class TokenWriter:
         before = self.tokens
         if opens and before:
             self._append(self.end_of_text[:room])
-        if room is not None:
-            tokens = tokens[: room - (self.tokens - before)]
+        tokens = tokens[: room - (self.tokens - before)]
         if opens and len(tokens):
             self._files["documents"].write(np.array([self.tokens], OFFSET).tobytes())
             self.documents += 1
@@ -133,14 +135,6 @@ class TokenWriter:
         for file in self._files.values():
             to_disk(file)
         return {"tokens": self.tokens, "documents": self.documents}
-
-    def __enter__(self) -> TokenWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with ExitStack() as stack:  # closes all files, even if the disk has no room for the last block of the first
-            for file in self._files.values():
-                stack.enter_context(file)
 
     def _append(self, tokens: np.ndarray, answers: np.ndarray | None = None) -> None:
         self._files["bin"].write(tokens.astype(self.dtype, copy=False).tobytes())
@@ -155,8 +149,7 @@ class Position:
 
     stream  index of the corpus's stream that is being tokenised
     rows    finished rows of that stream
-    room    tokens that the stream may still fill; None without a limit, or before its first row
-    done    finished units of the progress display
+    room    tokens that the stream may still fill; None before its first row
     empty   rows that were null or empty, and left out
     lost    characters that the tokens do not give back
     bytes   of the text of each split
@@ -166,7 +159,6 @@ class Position:
     stream: int = 0
     rows: int = 0
     room: int | None = None
-    done: int = 0
     empty: int = 0
     lost: int = 0
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     import tokenizers
 
 Tokenizer = tiktoken.Encoding | OwnTokenizer
+# A row's tokens and, for a conversation, 1 for each token of an answer and 0 for others, both 1-D unsigned; and the
+# number of characters that the tokens do not give back.
+Tokenised = tuple[np.ndarray, np.ndarray | None, int]
 NAMES = ("bytes", "gpt2", "bpe")
 SIZES = {"bytes": 257, "gpt2": 50_257}  # end-of-text included, of those whose tokens are given
 FILE = "tokenizer.json"

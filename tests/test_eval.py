@@ -350,7 +350,7 @@ def test_bits_per_byte_of_a_text_without_spaces_are_finite_and_its_word_perplexi
         (["tasks=a.jsonl", "shots=2"], "shots=2 affects tasks of lm-eval only"),
         (["tasks=a.jsonl,b/a.jsonl"], "tasks=a.jsonl,b/a.jsonl has two files of one name"),
         (["data=txt"], r"data=txt is not known; choose one of .*did you mean text\?"),
-        (["data=text"], "data=text needs to know where the text is"),
+        (["data=text"], "data=text needs a text; set data.path=... to a file"),
         (["data=text", "data.tokenizer=gpt2"], "data.tokenizer=gpt2 has no effect here"),
         (
             ["data=text", "data.path=mixed.jsonl", "data.max_tokens=1"],

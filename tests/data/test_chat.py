@@ -48,7 +48,7 @@ def data(tmp_path_factory) -> PreparedData:
 
 
 def packed(data: PreparedData, seq_len: int = 128) -> PackedRows:
-    return PackedRows(data.train, seq_len, data.tokenizer.eot_token, Path(data.manifest["recipe"]["source"]["path"]))
+    return PackedRows(data.train, seq_len, data.tokenizer.eot_token)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -131,11 +131,9 @@ def test_a_line_that_is_no_conversation_is_named(line, sentence, tmp_path):
     assert str(refusal.value).startswith(sentence.format(path=tmp_path / "chats.jsonl"))
 
 
-def test_a_conversation_that_is_longer_than_a_row_is_named_with_its_line(tmp_path):
+def test_a_conversation_that_is_longer_than_a_row_is_named(tmp_path):
     data = prepared(tmp_path, [*LINES[:3], conversation("a", "Yes. " * 200), *LINES])
-    with pytest.raises(
-        DataError, match=r"a conversation longer than seq_len=128, the first in line 4; set seq_len=\d+"
-    ):
+    with pytest.raises(DataError, match=r"longer than seq_len=128 \(1, the first is number 4\); set seq_len=\d+"):
         packed(data)
 
 

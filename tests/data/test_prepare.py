@@ -237,7 +237,7 @@ def test_an_interrupted_preparation_is_not_used_if_it_is_incomplete(config, corp
     folder.rename(partial)
     recipe = json.loads((partial / "manifest.json").read_text())["recipe"]
     splits = json.loads((partial / "manifest.json").read_text())["splits"]
-    position = {"recipe": recipe, "stream": 1, "rows": 1, "room": None, "done": 100, "splits": splits}
+    position = {"recipe": recipe, "stream": 1, "rows": 1, "room": None, "splits": splits}
     (partial / "position.json").write_text(json.dumps(position | ({"recipe": {}} if damage == "recipe" else {})))
     if damage == "short file":
         (partial / "val.bin").write_bytes(b"")

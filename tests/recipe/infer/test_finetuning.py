@@ -47,7 +47,7 @@ def micro_batches(run: Path, steps: int) -> list[list[Batch]]:
     """What each step of a run on conversations had, in its two micro-batches."""
     config = read_config(run)
     data = prepare(config.data)
-    rows = PackedRows(data.train, 96, data.tokenizer.eot_token, Path(str(config.data.path)))
+    rows = PackedRows(data.train, 96, data.tokenizer.eot_token)
     batches = ChatBatches(rows, GlobalBatch(2, micro_steps=2), config.seed)
     return [[batches.stored(step, micro_step).widened() for micro_step in (0, 1)] for step in range(steps)]
 

@@ -175,7 +175,7 @@ MISTAKES = {
     "device=cuda": "device=cuda needs a CUDA GPU, .* use device=cpu",
     "parity.every=-1": "parity.every=-1",
     "parity.every=9 parity.reference=flex device=cpu": "^parity.reference=flex cannot stand beside .* no backward pass",
-    "data=text data.path=/dev/null": "^data.path=/dev/null is neither a file nor a folder",
+    "data=text data.path=/dev/null": r"^/dev/null cannot be read \(Not a directory\); .* data.path=",
     "score=window score.window=0": "^score.window=0 must be at least 1",
     "score.window=wide": "score.window=wide is not a whole number",
     "score.learned=3": "score.learned=3 is not a mapping",
