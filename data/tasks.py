@@ -238,7 +238,9 @@ def validation_batches(task: Task, seq_len: int, batch_size: int, count: int) ->
     return [stored(drawn(task, seq_len, VALIDATION_SEED, VALIDATION, batch)).widened() for batch in numbers]
 
 
-def check_length(task: Task, seq_len: int) -> None:
+def check_length(task: Task, seq_len: int, option: str = "data") -> None:
     """Raise DataError for sequences that are too short for the task."""
     if seq_len < task.min_seq_len:
-        raise DataError(f"data={task.name} needs seq_len={task.min_seq_len} or more, and seq_len={seq_len} is less.")
+        raise DataError(
+            f"{option}={task.name} needs seq_len={task.min_seq_len} or more, and seq_len={seq_len} is less."
+        )

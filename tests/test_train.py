@@ -404,22 +404,14 @@ def test_documents_need_a_text_that_has_several(config: Config) -> None:
         run(config, "one")
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "ranks", "offered"),
-    [
-        (4, 1, "set training.batch_tokens=256 to keep it, or training.batch_tokens=128 to"),
-        (4, 4, "set training.batch_tokens=256 training.batch_size=2 to keep it, or training.batch_tokens=512 to"),
-        (1, 16, "have 512; set training.batch_tokens=512 to"),
-    ],
-)
-def test_a_step_that_changed_with_the_ranks_alone_is_refused_with_sizes_that_fit(
-    batch_size: int, ranks: int, offered: str
-) -> None:
+@pytest.mark.parametrize(("batch_size", "ranks", "now"), [(4, 1, 128), (4, 4, 512)])
+def test_a_step_that_changed_with_the_ranks_alone_is_refused(batch_size: int, ranks: int, now: int) -> None:
     training = TrainingConfig(batch_size=batch_size, precision=Precision.fp32)
     gpt = GPT(GPTConfig(n_layers=1, n_heads=1, n_embd=8), 256, 32, build_attention(AttentionConfig()))
     world = World(size=ranks)
     trainer = build_trainer(Config(training=training), gpt, torch.device("cpu"), world)
     trained = {"tokens_per_step": 256, "config": {"training": {"batch_size": batch_size}}}
-    with pytest.raises(CheckpointError, match=re.escape(offered)):
+    offered = rf"set training\.batch_tokens=256 with .* to keep it, or training\.batch_tokens={now} to continue"
+    with pytest.raises(CheckpointError, match=offered):
         check_step_size(trainer, trained, Path("step-00000002"))
     check_step_size(trainer, trained | {"tokens_per_step": batch_size * ranks * 32}, Path("same"))

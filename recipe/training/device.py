@@ -19,16 +19,8 @@ from recipe.errors import UserError
 SIGNS_OF_FULL_MEMORY = ("out of memory", "allocate memory", "can't start new thread", "temporarily unavailable")
 
 
-class DeviceError(UserError, ValueError):
-    """A device, precision or number of ranks that this machine does not have; the message says what to change."""
-
-
 class OutOfMemory(UserError, RuntimeError):
     """The run did not fit into memory; the message says how to make it smaller."""
-
-
-class MemoryLimitError(UserError, RuntimeError):
-    """A limit that this system does not support; the message says what to change."""
 
 
 class Precision(Enum):
@@ -46,22 +38,22 @@ class Precision(Enum):
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `device=name` means here: auto, cpu, cuda or cuda:N. Raises DeviceError."""
+    """The device that `device=name` means here: auto, cpu, cuda or cuda:N. Raises UserError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdecimal())):
-        raise DeviceError(f"device={name} is not known; choose one of auto, cpu, cuda, cuda:0, cuda:1 and so on.")
+        raise UserError(f"device={name} is not known; choose one of auto, cpu, cuda, cuda:0, cuda:1 and so on.")
     if kind == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        raise DeviceError(f"device={name} needs a CUDA GPU, and torch finds none here; use device=cpu.")
+        raise UserError(f"device={name} needs a CUDA GPU, and torch finds none here; use device=cpu.")
     number = int(index) if index else World.from_environment().local_rank
     if not index and count == 1 and "SLURM_STEP_NUM_TASKS" in os.environ:
         number = 0  # srun --gpus-per-task=1 shows each task a single GPU
     if number >= count:
-        raise DeviceError(
+        raise UserError(
             f"device={name} is more than the {count} GPUs that torch finds here (cuda:0 to cuda:{count - 1})."
         )
     return torch.device("cuda", number)
@@ -114,7 +106,7 @@ def cpu_memory_limit(gib: float | None) -> Iterator[None]:
     """Within the block this process runs out of memory at `gib` GiB, like a GPU of that size; None: no limit. An
     allocation beyond the limit raises RuntimeError.
 
-    Raises MemoryLimitError.
+    Raises UserError.
     """
     if gib is None:
         yield
@@ -123,7 +115,7 @@ def cpu_memory_limit(gib: float | None) -> Iterator[None]:
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30), hard))
     except (ValueError, OSError) as error:
-        raise MemoryLimitError(
+        raise UserError(
             f"training.cpu.memory_gib={gib:g} cannot be set here ({error}); use training.cpu.memory_gib=null."
         ) from error
     try:

@@ -24,10 +24,6 @@ DECAY_FRACTION = 0.2  # of all steps, in wsd
 STACKED = 2**26  # most elements in a stack: the memory of an update does not grow with the model
 
 
-class OptimizerError(UserError, ValueError):
-    """An optimizer that would ignore part of the training; the message says what to change."""
-
-
 @dataclass
 class OptimizerConfig:
     """The options under `optimizer.*`.
@@ -169,11 +165,6 @@ class Muon(torch.optim.Optimizer):
             self.state[matrix][MOMENTUM] = torch.zeros_like(matrix)
         return self.state[matrix][MOMENTUM]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Part of `load_state_dict`, which makes new groups and a new state: AdamW shares them."""
-        super().__setstate__(state)
-        self.adamw.__setstate__({"state": self.state, "param_groups": self.param_groups[1:]})
-
 
 def orthogonal(x: Tensor) -> Tensor:
     """The matrices x (n, rows, columns), in bf16, with their singular values brought near 1.
@@ -244,27 +235,27 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.Optimiz
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of a model's parameters. Raises OptimizerError where it would ignore part of the training."""
+    """The optimizer of a model's parameters. Raises UserError where it would ignore part of the training."""
     optimizer = OPTIMIZERS[config.name](model, config)
     check_optimizer(optimizer, model, config.name)
     return optimizer
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
-    """Raise OptimizerError for an optimizer that breaks a promise of docs/add-an-optimizer.md."""
+    """Raise UserError for an optimizer that breaks a promise of docs/add-an-optimizer.md."""
     kind = f"optimizer={name} ({type(optimizer).__name__})"
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     left_out = [name for name, p in model.named_parameters() if p.requires_grad and not any(p is q for q in updated)]
     if left_out:
-        raise OptimizerError(f"{kind} does not update {left_out[0]}; give it every parameter that requires_grad.")
+        raise UserError(f"{kind} does not update {left_out[0]}; give it every parameter that requires_grad.")
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        raise OptimizerError(
+        raise UserError(
             f"{kind} does not say that it divides gradients by grad_scale and leaves out a step by found_inf, so "
             "optimizer.clip and the loss scale would have no effect; build it with fused=True, or see "
             "docs/add-an-optimizer.md."
         )
     if not all(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-        raise OptimizerError(
+        raise UserError(
             f"{kind} has a learning rate that is no tensor, so schedule=... would have no effect; build it with "
             "lr=torch.tensor(config.lr), on the parameters' device."
         )
@@ -290,32 +281,26 @@ def update_parameters(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: T
 
 def optimizer_mistakes(config: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> Iterator[str]:
     """A sentence for each hyperparameter that cannot train, with the change that helps."""
-    if config.name not in OPTIMIZERS:
-        yield f"optimizer.name={config.name} is not known; choose one of {', '.join(OPTIMIZERS)}."
-    if schedule.name not in SCHEDULES:
-        yield f"schedule.name={schedule.name} is not known; choose one of {', '.join(SCHEDULES)}."
+    for option, name, choices in (("optimizer", config.name, OPTIMIZERS), ("schedule", schedule.name, SCHEDULES)):
+        if name not in choices:
+            yield f"{option}.name={name} is not known; choose one of {', '.join(choices)}."
     if not (len(config.betas) == 2 and all(0 <= beta < 1 for beta in config.betas)):
         yield f"optimizer.betas={list(config.betas)} must be two numbers in [0, 1), such as [0.9,0.99]."
-    if not (config.lr > 0 and math.isfinite(config.lr)):
-        yield f"optimizer.lr={config.lr} must be above 0 and finite, such as optimizer.lr=1e-3."
+    for name, lr in {"lr": config.lr, "muon_lr": config.muon_lr}.items():
+        if lr is not None and not (lr > 0 and math.isfinite(lr)):
+            yield f"optimizer.{name}={lr} must be above 0 and finite, such as optimizer.{name}=1e-3."
     if not 0 <= config.momentum < 1:
         yield f"optimizer.momentum={config.momentum} must lie in [0, 1), such as 0.95."
-    if config.muon_lr is not None and not (config.muon_lr > 0 and math.isfinite(config.muon_lr)):
-        yield f"optimizer.muon_lr={config.muon_lr} must be above 0 and finite, or null for optimizer.lr."
     for name in ("momentum", "muon_lr"):
         if config.name == "adamw" and getattr(config, name) != getattr(OptimizerConfig, name):
             yield f"optimizer.{name}={getattr(config, name)} has no effect with optimizer=adamw; choose optimizer=muon."
     for name in ("weight_decay", "clip"):
         if not getattr(config, name) >= 0:
             yield f"optimizer.{name}={getattr(config, name)} must not be negative; optimizer.{name}=0 turns it off."
-    if isinstance(schedule.warmup_steps, str) and schedule.warmup_steps != AUTO:
+    warmup = schedule.warmup_steps
+    if warmup != AUTO and not (isinstance(warmup, int) and 0 <= warmup <= steps):
         yield (
-            f"schedule.warmup_steps={schedule.warmup_steps} is not a whole number or auto; "
-            f"use schedule.warmup_steps={AUTO}."
-        )
-    elif isinstance(schedule.warmup_steps, int) and not 0 <= schedule.warmup_steps <= steps:
-        yield (
-            f"schedule.warmup_steps={schedule.warmup_steps} must lie between 0 and training.steps={steps}; "
+            f"schedule.warmup_steps={warmup} must be a whole number between 0 and training.steps={steps}; "
             f"use schedule.warmup_steps={AUTO}."
         )
     if not 0 <= schedule.min_lr_ratio <= 1:

@@ -66,31 +66,27 @@ class ParityConfig:
     reference: str = "naive"
 
 
-class ParityError(UserError, ValueError):
-    """A meaningless comparison; the message says what to change."""
-
-
 def check_parity(config: ParityConfig, attention: AttentionConfig, shape: AttentionShape) -> None:
-    """Raise ParityError where the run's attention computes another function, or where the reference cannot draw the
+    """Raise UserError where the run's attention computes another function, or where the reference cannot draw the
     run's dropout masks, or does not support the model in the run's precision or in the higher one."""
     if config.every < 0:
-        raise ParityError(f"parity.every={config.every} must be a number of steps, or 0 for no probe.")
+        raise UserError(f"parity.every={config.every} must be a number of steps, or 0 for no probe.")
     if config.reference not in IMPLEMENTATIONS:
-        raise ParityError(
+        raise UserError(
             f"parity.reference={config.reference} is not known; choose one of {', '.join(IMPLEMENTATIONS)}."
         )
     if config.every == 0:
         return
     if not shape.scores:
-        raise ParityError("parity.every compares attentions, and model.layers has none; set parity.every=0.")
+        raise UserError("parity.every compares attentions, and model.layers has none; set parity.every=0.")
     if not build_attention(attention).exact:
-        raise ParityError(
+        raise UserError(
             f"parity.every={config.every} would compare attention={attention.name} with softmax attention, which it "
             "does not claim to be (docs/add-an-attention.md); leave it at 0: compare.py ranks it by loss, and "
             "gpt-attention check judges it."
         )
     if attention.dropout > 0 and attention.rng is DropoutRng.torch:
-        raise ParityError(
+        raise UserError(
             "parity.every with attention.rng=torch would compare different dropout masks; "
             "set attention.rng=replay, attention.dropout=0 or parity.every=0."
         )
@@ -99,7 +95,7 @@ def check_parity(config: ParityConfig, attention: AttentionConfig, shape: Attent
         for dtype in (shape.dtype, exact_dtype(shape.dtype)):
             reference.check(replace(shape, dtype=dtype))
     except AttentionError as error:
-        raise ParityError(
+        raise UserError(
             f"parity.reference={config.reference} cannot stand beside this run: {sentence_of(error)}"
         ) from error
 

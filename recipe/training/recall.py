@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.tasks import IGNORED, TASKS, VALIDATION, VALIDATION_SEED, Task, drawn
+from data.tasks import IGNORED, TASKS, VALIDATION, VALIDATION_SEED, Task, check_length, drawn
 from model.gpt import GPT
 from model.options import Positions
 from model.positions import position_tables
@@ -28,10 +28,6 @@ FEWEST = 64  # sequences of a task
 AT_ONCE = 1 << 13  # tokens of a task
 WINDOWS = 64  # of a text
 BINS = 24  # of positions, as wide as the logarithm of the position
-
-
-class RecallError(UserError, ValueError):
-    """A measurement that a model or its data do not fit; the message says what to change."""
 
 
 # Takes what is measured and how many steps it has; yields a function of how many more steps are done.
@@ -216,21 +212,20 @@ def build_recall(name: str, seq_len: int, vocab_size: int, data: str, text: Call
     data        their name
     text        gives the tokens of a text, 1-D, for those that measure a text
 
-    Raises RecallError for one that does not fit.
+    Raises UserError or DataError for one that does not fit.
     """
     if name in OF_TEXT:
         if len(tokens := text()) <= seq_len:
-            raise RecallError(
+            raise UserError(
                 f"probes={name} needs a text of more than {seq_len:,} tokens, and this one has {len(tokens):,}; give a "
                 "longer one."
             )
         return OF_TEXT[name](tokens, seq_len)
     task = TASKS[name]
     if task.vocab_size > vocab_size:
-        raise RecallError(
+        raise UserError(
             f"probes={name} needs a vocabulary of {task.vocab_size} tokens, and that of data={data} has {vocab_size}; "
             "leave it out."
         )
-    if seq_len < task.min_seq_len:
-        raise RecallError(f"probes={name} needs seq_len={task.min_seq_len} or more, and seq_len={seq_len} is less.")
+    check_length(task, seq_len, "probes")
     return TaskRecall(task, seq_len)

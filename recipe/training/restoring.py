@@ -27,12 +27,8 @@ def check_step_size(trainer: Trainer, metadata: dict[str, Any], path: Path) -> N
     then, now, training = metadata.get("tokens_per_step"), trainer.tokens_per_step, trainer.training
     unchanged = training.batch_tokens is None and training.batch_size == metadata["config"]["training"]["batch_size"]
     if then is not None and then != now and unchanged:
-        smallest = trainer.model.seq_len * trainer.world.data_size  # tokens of one sequence for each rank
-        fitting = next((n for n in range(training.batch_size, 0, -1) if then % (n * smallest) == 0), None)
-        smaller = "" if fitting == training.batch_size else f" training.batch_size={fitting}"
-        keep = f"training.batch_tokens={then}{smaller} to keep it, or " if fitting else ""
         raise CheckpointError(
             f"{path} was trained with {then} tokens per step, and {trainer.world.size} ranks of "
-            f"training.batch_size={training.batch_size} have {now}; set {keep}"
-            f"training.batch_tokens={now} to continue with these."
+            f"training.batch_size={training.batch_size} have {now}; set training.batch_tokens={then} with a "
+            f"training.batch_size that divides it to keep it, or training.batch_tokens={now} to continue with these."
         )

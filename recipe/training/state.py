@@ -86,31 +86,28 @@ def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     Every rank calls this; the number of ranks may differ from the number that wrote it. Returns whether the checkpoint
     has an average of the weights, which is ignored if `others` has none. Raises CheckpointError.
     """
-    ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    parameters = dict(model.named_parameters())
-    updated = updated_by(optimizer, model)
-    index_of = {name: next(i for i, q in enumerate(ordered) if q is p) for name, p in updated.items()}
+    parameters, updated = dict(model.named_parameters()), updated_by(optimizer, model)
+    device = next(iter(updated.values())).device
 
-    def index(name: str) -> int:
-        """The index of the parameter that a moment belongs to."""
-        return index_of[name.removeprefix(MOMENTS).rpartition(".")[0]]
+    def owner(name: str) -> nn.Parameter:
+        """The parameter that a moment belongs to."""
+        return updated[name.removeprefix(MOMENTS).rpartition(".")[0]]
 
     def allocate(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """An empty tensor, sharded like its parameter."""
-        like = ordered[index(name)] if name.startswith(MOMENTS) else parameters.get(name.removeprefix(AVERAGE))
+        like = owner(name) if name.startswith(MOMENTS) else parameters.get(name.removeprefix(AVERAGE))
         if like is not None and like.shape == size:
             return torch.empty_like(like, dtype=dtype)
-        return torch.empty(size, dtype=dtype, device=ordered[0].device)
+        return torch.empty(size, dtype=dtype, device=device)
 
     loaded = load_checkpoint(path, allocate)
     model.load_state_dict(loaded["model"])
-    moments: dict[int, dict[str, Tensor]] = {}
+    optimizer.state.clear()
     for name, value in loaded["training"].items():
         if name.startswith(MOMENTS):
-            moments.setdefault(index(name), {})[name.rpartition(".")[2]] = value
+            optimizer.state[owner(name)][name.rpartition(".")[2]] = value
         elif name in others or not name.startswith(AVERAGE):
             others[name].copy_(value)
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
     return any(name.startswith(AVERAGE) for name in loaded["training"])
 
 

@@ -31,7 +31,7 @@ from recipe.run.mistakes import mistakes
 from recipe.training.device import Precision
 from recipe.training.optimizer import OptimizerConfig
 from recipe.training.options import TrainingConfig
-from recipe.training.parity_probe import ParityConfig, ParityError, check_parity
+from recipe.training.parity_probe import ParityConfig, UserError, check_parity
 from recipe.training.step import Trainer
 
 CPU = torch.device("cpu")
@@ -147,7 +147,7 @@ def test_what_no_mixer_does_is_refused_in_a_sentence() -> None:
         describe(build(), attention_dropout=0.0)
     assert len(attention_shape(Config(model=HYBRID), CPU, torch.float32).scores) == 2
     shape = attention_shape(Config(model=replace(PURE, layers=["kda"])), CPU, torch.float32)
-    with pytest.raises(ParityError, match=r"parity\.every compares attentions, and model\.layers has none"):
+    with pytest.raises(UserError, match=r"parity\.every compares attentions, and model\.layers has none"):
         check_parity(ParityConfig(every=10), AttentionConfig(), shape)
 
 

@@ -29,8 +29,8 @@ from recipe.training.optimizer import (
     OPTIMIZERS,
     STACKED,
     OptimizerConfig,
-    OptimizerError,
     ScheduleConfig,
+    UserError,
     build_adamw,
     build_muon,
     check_optimizer,
@@ -244,7 +244,7 @@ def test_an_optimizer_that_would_ignore_part_of_the_training_is_refused(
     monkeypatch: pytest.MonkeyPatch, build: Callable[..., torch.optim.Optimizer], sentence: str
 ) -> None:
     monkeypatch.setitem(OPTIMIZERS, "own", build)
-    with pytest.raises(OptimizerError, match=re.escape(sentence)):
+    with pytest.raises(UserError, match=re.escape(sentence)):
         train_with("own")
 
 

@@ -25,7 +25,7 @@ from model.gpt import GPT, Computation
 from model.options import GPTConfig, Recompute
 from recipe.training import parity_probe as parity
 from recipe.training.parity import beyond_rounding, summarise
-from recipe.training.parity_probe import ParityConfig, ParityError, ParityProbe, check_parity, fwd_bwd
+from recipe.training.parity_probe import ParityConfig, ParityProbe, UserError, check_parity, fwd_bwd
 from tests.wrong_attention import CLASSES, WRONG
 
 VOCABULARY, T, B = 65, 32, 4
@@ -206,7 +206,7 @@ def test_scores_that_will_not_fit_the_free_memory_are_not_tried(monkeypatch: pyt
 
 
 def test_masks_that_cannot_be_replayed_are_refused():
-    with pytest.raises(ParityError, match=r"attention\.rng=replay"):
+    with pytest.raises(UserError, match=r"attention\.rng=replay"):
         check_parity(ParityConfig(every=1), AttentionConfig("sdpa", 0.1, DropoutRng.torch), shape_in(torch.float32))
 
 
