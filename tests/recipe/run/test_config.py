@@ -148,7 +148,7 @@ MISTAKES = {
     "training.steps=-1": "training.steps=-1 must be at least 1",
     "training.residual_in_fp32=false device=cpu": r"no effect in fp32 \(.*=auto on cpu\); .*training.precision=bf16",
     "training.batch_tokens=1000": "is not a multiple of the 1536 .* use training.batch_tokens=1536",
-    "schedule.warmup_steps=3000": "schedule.warmup_steps=3000 must be a whole number between 0 and .*=900; .*_steps=auto",
+    "schedule.warmup_steps=3000": "schedule.warmup_steps=3000 must be a whole number between 0 and .*=900; .*=auto",
     "schedule.warmup_steps=soon": "schedule.warmup_steps=soon must be a whole number between 0 and",
     "schedule.warmup_steps=1.5": "schedule.warmup_steps=1.5 is not a whole number or auto",
     "-m hydra/launcher=slurm seed=1,2": "needs a machine of a Slurm cluster|pip install",
