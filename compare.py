@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
             f"the report cannot be written to {out} ({error.strerror}), and nothing of it was; free space there, or "
             "name another folder with out=<folder>."
         ) from error
-    print(f"{report.headline}.")
+    print(f"{report.headline.text}.")
     for label, found in report.lines:
         print(f"  {label}: {found}")
     for title, command in report.commands:

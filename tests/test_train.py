@@ -112,8 +112,8 @@ def test_attention_of_another_function_is_ranked_by_its_loss_and_refused_by_the_
     (sweep,) = sweeps_of(found.runs)
     assert judge(sweep.cells) == []
     report = write_report(found, Path("page"))
-    assert report.headline.startswith("The lowest validation loss")
-    assert re.search(r"\(2 seeds\); \w+ \+\S+ \(\S+ to \S+\)$", report.headline)
+    assert report.headline.text.startswith("The lowest validation loss")
+    assert re.search(r"\(2 seeds\); \w+ \+\S+ \(\S+ to \S+\)$", report.headline.text)
     probed = replace(config, attention=other, parity=ParityConfig(every=2))
     assert [line for line in mistakes(probed) if other.name in line] == [
         "parity.every=2 would compare attention=scalable_softmax with softmax attention, which it does not claim to be "

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipe.compare.arena_figures import arena_charts, forest
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
 from recipe.compare.arena_results import Arena, Comparison, compare_arms, race
 from recipe.compare.arena_tables import (
     cost_table,
@@ -22,16 +25,20 @@ from recipe.compare.arena_tables import (
     verdict_table,
 )
 from recipe.compare.costs import median_of
+from recipe.compare.figures import loss_charts
 from recipe.compare.headline import Headline, notes_on
-from recipe.compare.page import Report, Section, draw, sources_of, subtitle, write_page
+from recipe.compare.page import Report, Section, draw, subtitle, write_page
+from recipe.compare.probes import probe_charts
 from recipe.compare.runs import RunSet
 from recipe.compare.statistics import ALPHA, Paired, Verdict, outlier
-from recipe.compare.tables import DASH, apart, run_table, runs_csv, signed
+from recipe.compare.tables import DASH, EQUAL, apart, signed
+from recipe.drawing import COLOURS, Chart, label_axes, styles
 from recipe.files import to_json
 from recipe.run.plan import Plan
 from recipe.wording import duration, listed, percent
 
 RESULTS = "arena.json"
+ROW = 0.46  # inches of an arm
 # The word between an arm and the baseline.
 LINKS = {Verdict.better: " than", Verdict.worse: " than", Verdict.equivalent: " to", Verdict.undecided: " against"}
 
@@ -43,8 +50,8 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
     """
     runs, arena = run_set.runs, compare_arms(plan, run_set.runs)
     found, command = arena_headline(arena), go_on(arena, folder)
-    shown = {"margin": percent(plan.margin), "looks": plan.planned_looks, "alpha": percent(ALPHA)}
-    lead, *drawings = (draw(chart, out) for chart in (forest(arena), *arena_charts(arena)))
+    curves = {name: list(arm.runs.values()) for name, arm in arena.arms.items() if arm.runs}
+    lead, *drawings = (draw(chart, out) for chart in (forest(arena), *loss_charts(curves), *probe_charts(curves)))
     tables = (
         verdict_table(arena),
         size_table(arena),
@@ -62,22 +69,20 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
         tuple(drawings),
         tuple(table for table in tables if table),
     )
-    arms = {run.name: str(run.option("arena.arm", DASH)) for run in runs}
-    rates = {run.name: f"optimizer.lr={run.option('optimizer.lr')}" for run in runs}
     report = Report(
-        headline=found.text,
-        tone=found.tone,
-        outcome=None,
-        lines=tuple((one.arm.name, _found(one)) for one in arena.comparisons),
-        sections=(section,),
-        notes=(*skewed(arena), *added_too_often(plan), *notes_on(run_set, [])),
-        runs=run_table(runs, arms, rates, "arm"),
-        sources=sources_of(runs),
-        method="arena_method.j2",
-        lead=lead,
-        commands=() if command is None else (command,),
+        found,
+        (section,),
+        (*skewed(arena), *added_too_often(plan), *notes_on(run_set, [])),
+        runs,
+        {run.name: str(run.option("arena.arm", DASH)) for run in runs},
+        {run.name: f"optimizer.lr={run.option('optimizer.lr')}" for run in runs},
+        "arm",
+        "arena_method.j2",
+        lead,
+        tuple((one.arm.name, _found(one)) for one in arena.comparisons),
+        () if command is None else (command,),
     )
-    write_page(report, out, runs_csv(runs, arms, rates, "arm"), **shown)
+    write_page(report, out, margin=percent(plan.margin), looks=plan.planned_looks, alpha=percent(ALPHA))
     (out / RESULTS).write_text(to_json(as_json(arena), indent=2) + "\n", encoding="utf-8")
     return report
 
@@ -190,3 +195,51 @@ def _time(arena: Arena, seeds: int) -> str:
     if None in taken:
         return ""
     return f" (about {duration(seeds * sum(filter(None, taken)))} of runs, one after another)"
+
+
+def forest(arena: Arena) -> Chart:
+    """The answer as a figure: the difference of each arm, with its interval."""
+    baseline = arena.plan.baseline
+    caption = (
+        f"Final {_unit(arena)[0]} of each arm less {baseline}'s of the same seed: the mean, its 95 % interval (thick), "
+        f"the interval that the verdict follows from (thin), and each seed (dots). Shaded: the margin."
+    )
+    draw = partial(draw_forest, arena=arena)
+    return Chart("forest", f"Difference from {baseline}", caption, draw, 1.15 + ROW * len(arena.comparisons))
+
+
+def _unit(arena: Arena) -> tuple[str, str]:
+    """What is judged, and its unit."""
+    return ("wrong answers", "share") if arena.task else ("validation loss", "nats per token")
+
+
+def draw_forest(figure: Figure, arena: Arena) -> None:
+    """A row for each arm, the first on top."""
+    axes, looks = figure.add_subplot(), styles(list(arena.arms))
+    for row, comparison in enumerate(arena.comparisons):
+        colour = looks[comparison.arm.name].colour
+        finite = [value for value in comparison.differences.values() if math.isfinite(value)]
+        axes.plot(finite, [row + 0.22] * len(finite), ls="", marker="o", ms=2.6, color=colour, alpha=0.6, zorder=2)
+        test = comparison.test
+        if test is None or comparison.interval is None:
+            continue
+        axes.plot(comparison.interval, [row, row], color=colour, lw=1.3, zorder=3)
+        axes.plot(test.interval(ALPHA), [row, row], color=colour, lw=3.6, zorder=3)
+        axes.plot(test.mean, row, marker="D", ms=6.5, color=colour, mec=COLOURS["surface"], mew=1, zorder=4)
+        words = EQUAL if comparison.equal else f"{signed(test.mean)}  {comparison.verdict.value}"
+        if comparison.diverged:
+            words += f", {len(comparison.diverged)} diverged"
+        axes.annotate(
+            words, (test.mean, row), xytext=(0, 9), textcoords="offset points",
+            ha="center", color=COLOURS["ink"], fontsize=8.5, zorder=5,
+            bbox={"facecolor": COLOURS["surface"], "edgecolor": "none", "pad": 0.5},
+        )  # fmt: skip
+    label_axes(axes, "lower is better", f"{_unit(arena)[0]} less {arena.plan.baseline}'s, {_unit(arena)[1]}")
+    axes.axvspan(-arena.comparisons[0].margin, arena.comparisons[0].margin, color=COLOURS["band"], lw=0, zorder=0)
+    axes.axvline(0, color=COLOURS["naive"], lw=1.4, zorder=1)
+    axes.set_yticks(range(len(arena.comparisons)), [comparison.arm.name for comparison in arena.comparisons])
+    axes.set_ylim(len(arena.comparisons) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.06)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))

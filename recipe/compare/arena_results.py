@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from recipe.compare.costs import median_of
 from recipe.compare.runs import Run
 from recipe.compare.statistics import (
     ALPHA,
@@ -209,7 +210,7 @@ def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
         for run in runs
         if (one := planned.get(run.name)) and (run.seed, run.option("arena.arm", one.arm)) == (one.seed, one.arm)
     }
-    arms = {arm: _arm_runs(plan, arm, by_number, task) for arm in plan.arms}
+    arms = {arm: _arm_runs(plan, arm, by_number, task, plan.layers[-1]) for arm in plan.arms}
     baseline = arms[plan.baseline]
     margin = plan.margin * (1.0 if task else baseline.loss or 0.0)  # of all answers, or of the loss
     found = [Comparison(arms[arm], baseline, plan.seeds, margin) for arm in plan.others]
@@ -218,9 +219,9 @@ def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
     return Arena(plan, arms, comparisons, by_number, task)
 
 
-def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run], task: str | None) -> ArmRuns:
+def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run], task: str | None, size: int | None) -> ArmRuns:
     tries, planned = ([one for one in group if one.arm == arm] for group in (plan.lr_runs(), plan.seed_runs()))
-    seeds = [one for one in planned if one.size == plan.layers[-1]]
+    seeds = [one for one in planned if one.size == size]
 
     def of(planned: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Run]]:
         return [(one, runs[one.number]) for one in planned if one.number in runs]
@@ -245,19 +246,15 @@ class SizeDifference(NamedTuple):
 
 def differences_by_size(arena: Arena, arm: str) -> list[SizeDifference]:
     """The finite differences of the final losses at each size that has one."""
-    plan, sizes = arena.plan, dict[int | None, SizeDifference]()
-    runs = {(one.size, one.arm, one.seed): arena.runs.get(one.number) for one in plan.seed_runs()}
-    for (size, name, seed), run in runs.items():
-        other = runs[size, plan.baseline, seed]
-        if name != arm or run is None or other is None:
-            continue
-        ours, theirs = result(run), result(other)
-        flops, tokens = run.median("flops_per_token"), run.median("tokens")
-        if ours is None or theirs is None or not math.isfinite(ours + theirs) or not flops or not tokens:
-            continue
-        at_size = sizes.setdefault(size, SizeDifference(size, flops * tokens, {}))
-        at_size.differences[seed] = ours - theirs
-    return list(sizes.values())
+    plan, sizes = arena.plan, list[SizeDifference]()
+    for size in plan.layers:
+        ours, theirs = (_arm_runs(plan, name, arena.runs, None, size) for name in (arm, plan.baseline))
+        gaps = Comparison(ours, theirs, plan.seeds, 0.0).differences
+        gaps = {seed: gap for seed, gap in gaps.items() if math.isfinite(ours.losses[seed] + gap)}
+        costs = (median_of(run.median(of) for run in ours.runs.values()) for of in ("flops_per_token", "tokens"))
+        if gaps and (operations := math.prod(cost or 0.0 for cost in costs)):
+            sizes.append(SizeDifference(size, operations, gaps))
+    return sizes
 
 
 def slope(sizes: Sequence[SizeDifference]) -> Paired | None:

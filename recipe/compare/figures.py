@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from recipe.compare.costs import SPEED, Point, attention_alone, crossovers, points, same_tokens
+from recipe.compare.costs import SPEED, Point, attention_alone, crossovers, points
 from recipe.compare.parity import EPS, MEASURES, beside_rounding, rolling_rms, rounding_of_a_step, seed_spread
 from recipe.compare.probes import probe_charts
 from recipe.compare.runs import Run
@@ -183,13 +183,6 @@ def _length_charts(sweep: Sweep, reference: str) -> list[Chart]:
 
         caption = f"Step time of {reference} over that of each implementation, which overtakes it at 1."
         add("crossover", f"Speed relative to {reference}", caption, f"times as fast as {reference}", gain)
-    if same_tokens(sweep):
-        caption = "Final loss of runs that saw equally many tokens, on the same text if training.eval_span is set."
-
-        def loss(point: Point) -> float | None:
-            return (found := point.loss_of("val/loss")) and found.mean
-
-        add("context", "Validation loss", caption, "validation loss, nats per token", loss)
     alone = attention_alone(sweep.runs)
     unit, factor = memory_unit([point.memory_gib for its in table.values() for point in its])
     caption = "Of the attention's tensors, not of the process." if alone else "Of the device's allocator."
@@ -202,7 +195,7 @@ def _length_charts(sweep: Sweep, reference: str) -> list[Chart]:
 
 
 def draw_over_lengths(figure: Figure, sweep: Sweep, dots: Dots, unit: str) -> None:
-    """One measurement of every label over the lengths, with a line at 1 for ratios. Losses are not logarithmic."""
+    """One measurement of every label over the lengths, with a line at 1 for ratios."""
     axes = figure.add_subplot()
     looks = styles(sweep.labels())
     for label, values in dots.items():
@@ -217,11 +210,7 @@ def draw_over_lengths(figure: Figure, sweep: Sweep, dots: Dots, unit: str) -> No
     label_axes(axes, unit, "sequence length, tokens")
     room = 0.08 + 0.1 * _mark_out_of_memory(axes, sweep)  # no line ends among the words at the upper edge
     low, high = axes.dataLim.y0, axes.dataLim.y1
-    if "loss" in unit:
-        axes.set_ylim(low - 0.1 * (high - low), high + (room + 0.05) * (high - low))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    else:
-        log_axis(axes, low / 1.3, high * 1.3 * (high / low) ** room)
+    log_axis(axes, low / 1.3, high * 1.3 * (high / low) ** room)
     ticks = [sweep.position(cell) for cell in sweep.cells]
     axes.set_xscale("log", base=2)
     axes.set_xlim(ticks[0] / 1.2, ticks[-1] * 1.2)

@@ -6,7 +6,6 @@ The typed overrides would not do: a repeated one, or one that a resumed run repl
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +48,7 @@ def places(members: Sequence[Sequence[Run]]) -> list[Place]:
     members  the runs of each group; a setting that varies within one is not named
 
     The choice of a file in conf/, such as score=window, stands for the settings of its group that are the same
-    wherever that choice is. A value that most groups share is left out, unless labels would be empty or equal.
+    wherever that choice is.
     """
     names = {name for runs in members for run in runs for name in comparison_key(run)}
     keys = [_shared(runs, names) for runs in members]
@@ -60,14 +59,7 @@ def places(members: Sequence[Sequence[Run]]) -> list[Place]:
     if "score" in choices:  # score=causal says that there is no window
         alike = {name for name in shared - {*differing} if among(name, ("score",)) and keys[0][name] not in _OFF}
         settings = sorted({*settings, *alike})
-    usual = {name: _most_common([key[name] for key in keys]) if name in differing else [] for name in settings}
-    full = [tuple(f"{name}={_typed(key[name])}" for name in (*choices, *settings)) for key in keys]
-    brief = [
-        tuple(f"{name}={_typed(key[name])}" for name in (*choices, *settings) if key[name] not in usual.get(name, []))
-        for key in keys
-    ]
-    brief = [short or long for short, long in zip(brief, full, strict=True)]
-    return brief if len(set(brief)) == len(brief) else full
+    return [tuple(f"{name}={_typed(key[name])}" for name in (*choices, *settings)) for key in keys]
 
 
 def _shared(runs: Sequence[Run], names: Iterable[str]) -> dict[str, str]:
@@ -89,12 +81,6 @@ def _follows(name: str, keys: Sequence[Mapping[str, str]], choices: Sequence[str
     group = name.partition(".")[0]
     pairs = {(key.get(group), key[name]) for key in keys}
     return group in choices and len(pairs) == len({choice for choice, _ in pairs})
-
-
-def _most_common(values: Sequence[str]) -> list[str]:
-    """The value that more groups have than any other, if there is one."""
-    (first, most), *others = Counter(values).most_common(2)
-    return [] if others and others[0][1] == most else [first]
 
 
 def _printed(value: Any) -> str:

@@ -16,8 +16,8 @@ from recipe.compare.labels import Place, places
 from recipe.compare.parity import judge
 from recipe.compare.runs import Run, RunSet
 from recipe.compare.sweeps import Sweep, labels_of, sweeps_of
-from recipe.compare.tables import Table, ablation_table, cell_table, parity_table, run_table, runs_csv
-from recipe.compare.verdict import Outcome, Verdict, outcome_of
+from recipe.compare.tables import Names, Table, ablation_table, cell_table, parity_table, run_table, runs_csv
+from recipe.compare.verdict import Verdict
 from recipe.drawing import Chart, render_png, render_svg
 from recipe.files import number
 from recipe.training.parity import PARITY_MARGIN
@@ -46,19 +46,48 @@ class Section(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Everything the templates show."""
+    """Everything the templates show.
 
-    headline: str
-    tone: str
-    outcome: Outcome | None  # the parity verdict, where implementations were compared
-    lines: tuple[tuple[str, str], ...]  # an arm, and what was found, for the terminal
+    labels, places  the implementation, and the settings that distinguish a run, by the run's name
+    subject         the heading of the labels
+    method          the template that explains how the verdicts are reached
+    lead            stands beside the headline
+    lines           an arm, and what was found, for the terminal
+    commands        the next step, and its command
+    """
+
+    headline: Headline
     sections: tuple[Section, ...]
     notes: tuple[str, ...]
-    runs: Table
-    sources: tuple[tuple[str, str], ...]
-    method: str | None = None  # the template that explains how the verdicts are reached
-    lead: Drawing | None = None  # stands beside the headline
-    commands: tuple[tuple[str, str], ...] = ()  # the next step, and its command
+    runs: tuple[Run, ...]
+    labels: Names
+    places: Names
+    subject: str = "implementation"
+    method: str | None = None
+    lead: Drawing | None = None
+    lines: tuple[tuple[str, str], ...] = ()
+    commands: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def table(self) -> Table:
+        """All runs."""
+        return run_table(self.runs, self.labels, self.places, self.subject)
+
+    @property
+    def sources(self) -> tuple[tuple[str, str], ...]:
+        """The origin of the runs, as (name, text)."""
+        versions = [run.recorded("versions") for run in self.runs]
+        kernels = [f"{run.attention}: {path}" for run in self.runs if (path := run.summary.get("attention_path"))]
+        listed = [notes for run in self.runs if isinstance(notes := run.summary.get("data_notes"), list)]
+        of_text = [str(note).rstrip(".") for notes in listed for note in notes]
+        return (
+            ("Run folders", _all_of(str(run.folder.parent) for run in self.runs)),
+            *([("Kernels", _all_of(kernels))] if kernels else []),
+            *([("Text", _all_of(of_text))] if of_text else []),
+            ("Commits", _all_of(run.commit for run in self.runs)),
+            ("Software", _all_of(", ".join(f"{name} {v}" for name, v in version.items() if v) for version in versions)),
+            ("Run on", _all_of(sorted(str(run.summary.get("started") or "")[:10] for run in self.runs))),
+        )
 
 
 def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report:
@@ -66,8 +95,7 @@ def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report
 
     reference  the label of the implementation that the others are compared with
     """
-    runs, labels = run_set.runs, labels_of(run_set.runs)
-    sweeps = sweeps_of(runs)
+    sweeps = sweeps_of(run_set.runs)
     cells = [cell for sweep in sweeps for cell in sweep.cells]
     found_at = places([cell.runs for cell in cells])
     where = {run.name: ", ".join(place) for cell, place in zip(cells, found_at, strict=True) for run in cell.runs}
@@ -78,35 +106,32 @@ def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report
         for n, (sweep, found, settings) in enumerate(zip(sweeps, verdicts, differing, strict=True), 1)
     )
     spoken = next((section.headline for section in sections if section.headline.tone == "broken"), sections[0].headline)
-    outcome = outcome_of([verdict for found in verdicts for verdict in found if verdict.agreements])
+    judged = any(verdict.agreements for found in verdicts for verdict in found)
     report = Report(
-        headline=spoken.text,
-        tone=spoken.tone,
-        outcome=outcome,
-        lines=(),
-        sections=sections,
-        notes=tuple(notes_on(run_set, sweeps)),
-        runs=run_table(runs, labels, where),
-        sources=sources_of(runs),
-        method="method.j2" if outcome else None,
+        spoken,
+        sections,
+        tuple(notes_on(run_set, sweeps)),
+        run_set.runs,
+        labels_of(run_set.runs),
+        where,
+        method="method.j2" if judged else None,
     )
-    write_page(report, out, runs_csv(runs, labels, where), reference=reference, margin=f"{PARITY_MARGIN:g}")
+    write_page(report, out, reference=reference, margin=f"{PARITY_MARGIN:g}")
     return report
 
 
-def write_page(report: Report, out: Path, csv: str, **shown: Any) -> None:
+def write_page(report: Report, out: Path, **shown: Any) -> None:
     """Write index.html and runs.csv.
 
-    csv    the runs as numbers
     shown  values for the template of the method
     """
-    shown["report"] = report
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, autoescape=True,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    page = environment.get_template("index.html.j2").render(shown)
+    page = environment.get_template("index.html.j2").render(shown, report=report)
     (out / "index.html").write_text(page, encoding="utf-8")
+    csv = runs_csv(report.runs, report.labels, report.places, report.subject)
     (out / "runs.csv").write_text(csv, encoding="utf-8")
 
 
@@ -168,19 +193,3 @@ def draw(chart: Chart, out: Path) -> Drawing:
     (out / f"{path}.png").write_bytes(render_png(chart))
     svg = Markup(render_svg(chart))  # drawn here, from numbers and escaped labels
     return Drawing(path, chart.title, chart.caption, svg)
-
-
-def sources_of(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
-    """The origin of the report's runs, as (name, text)."""
-    versions = [run.recorded("versions") for run in runs]
-    kernels = [f"{run.attention}: {path}" for run in runs if (path := run.summary.get("attention_path"))]
-    listed = [notes for run in runs if isinstance(notes := run.summary.get("data_notes"), list)]
-    of_text = [str(note).rstrip(".") for notes in listed for note in notes]
-    return (
-        ("Run folders", _all_of(str(run.folder.parent) for run in runs)),
-        *([("Kernels", _all_of(kernels))] if kernels else []),
-        *([("Text", _all_of(of_text))] if of_text else []),
-        ("Commits", _all_of(run.commit for run in runs)),
-        ("Software", _all_of(", ".join(f"{name} {v}" for name, v in version.items() if v) for version in versions)),
-        ("Run on", _all_of(sorted(str(run.summary.get("started") or "")[:10] for run in runs))),
-    )

@@ -220,9 +220,9 @@ def rounding_of_a_step(runs: Sequence[Run], reference: str) -> float | None:
     return max(float(np.max(noises)), EPS * max(map(abs, losses), default=1.0))
 
 
-def rolling_rms(values: Array, window: int | None = None) -> Array:
-    """Root mean square over a centred window, cut off at the ends; by default of WINDOW of the points."""
-    ones = np.ones(window or window_of(len(values)))
+def rolling_rms(values: Array) -> Array:
+    """Root mean square over a centred window of WINDOW of the points, cut off at the ends."""
+    ones = np.ones(window_of(len(values)))
     middle = slice(len(ones) // 2, len(ones) // 2 + len(values))
     total, count = np.convolve(values**2, ones)[middle], np.convolve(np.ones(len(values)), ones)[middle]
     return np.sqrt(np.maximum(total, 0) / count)

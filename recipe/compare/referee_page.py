@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from recipe.compare.headline import Headline
-from recipe.compare.page import Report, Section, sources_of, subtitle, write_page
+from recipe.compare.page import Report, Section, subtitle, write_page
 from recipe.compare.referee import KEPT, Judge
 from recipe.compare.runs import find_runs
-from recipe.compare.tables import DASH, Table, bounds, run_table, runs_csv, signed, table
+from recipe.compare.tables import DASH, Table, bounds, signed, table
 from recipe.files import to_json
 
 COLUMNS = ["edit", "commit", "bits per byte", "interval", "pairs", "seconds", "who", "when"]
@@ -73,14 +73,11 @@ def write_referee_page(judge: Judge, edit: dict[str, Any]) -> Path | None:
     pairs = [
         [str(one["seed"]), signed(float(one["difference"])), f"{one['log_evidence']:.2f}"] for one in edit["pairs"]
     ]
-    text = verdict(edit)
-    tone = "better" if edit["verdict"] == KEPT else "undecided"
+    headline = Headline(verdict(edit), "better" if edit["verdict"] == KEPT else "undecided")
     columns = ["seed", "bits per byte", "log evidence"]
     tables = table("pairs", "Edit less best", columns, pairs), leaderboard(judge)
-    section = Section("", f"Track {judge.name}", subtitle(found.runs), Headline(text, tone), (), tables)
+    section = Section("", f"Track {judge.name}", subtitle(found.runs), headline, (), tables)
     places = dict.fromkeys(labels, "")
-    listed = run_table(found.runs, labels, places, "commit")
-    report = Report(text, tone, None, (), (section,), found.notes, listed, sources_of(found.runs))
-    write_page(report, judge.home, runs_csv(found.runs, labels, places, "commit"))
+    write_page(Report(headline, (section,), found.notes, found.runs, labels, places, "commit"), judge.home)
     (judge.home / "referee.json").write_text(to_json(edit, indent=2) + "\n", encoding="utf-8")
     return judge.home / "index.html"

@@ -39,10 +39,9 @@ from recipe.wording import markdown_table
 
 SWEEPS = 20_000
 MARGIN = 0.5  # of the deviation of a difference
-Draw = Callable[[np.random.Generator, int, int, int], NDArray[np.float64]]  # (sweeps, arms, seeds)
-Draws = Callable[[np.random.Generator, NDArray[np.float64]], NDArray[np.float64]]
 Array = NDArray[np.float64]
-Edits = Callable[[np.random.Generator, int, int], tuple[Array, Array]]  # (nights, number): (gains, deviations)
+Draw = Callable[[np.random.Generator, int, int, int], Array]  # (sweeps, arms, seeds)
+Noise = Callable[[np.random.Generator, Array], Array]
 NIGHTS = 100_000
 AT_ONCE = 10_000
 
@@ -54,16 +53,16 @@ def main(arguments: Sequence[str]) -> None:
 
 def referee_tables(nights: int) -> list[str]:
     """Nights of edits that change nothing, and of one gain."""
-    null: list[tuple[str, Edits, Draws]] = [
-        ("change nothing", equal, draw_normal),
-        ("the same, heavy tails: t(4)", equal, draw_heavy),
-        ("the same, all paired with the same runs of the best", equal, draw_shared),
-        ("double the deviation", doubled, draw_normal),
-        ("one in ten doubles it", some_doubled, draw_normal),
+    null: list[tuple[str, Noise, float]] = [
+        ("change nothing", draw_normal, 0.0),
+        ("the same, heavy tails: t(4)", draw_heavy, 0.0),
+        ("the same, all paired with the same runs of the best", draw_shared, 0.0),
+        ("double the deviation", draw_normal, 1.0),
+        ("one in ten doubles it", draw_normal, 0.1),
     ]
     lines = []
-    for name, edits, draws in null:
-        short, long = (spend(edits, draws, size, nights) for size in (100, 1000))
+    for name, noise, doubled in null:
+        short, long = (spend(noise, doubled, size, nights) for size in (100, 1000))
         lines.append([name, share(short[0]), share(long[0]), f"at most {100 * ALPHA:g} %", f"{short[1]:.1f}"])
     head = ["edits", "nights of 100 that keep any", "nights of 1,000", "promised", "pairs an edit"]
     return [
@@ -76,33 +75,40 @@ def gain_row(gain: float, nights: int) -> list[str]:
     """How often a gain is kept after edits that make it worse, and with how many pairs (median)."""
     row = [f"{gain:g} deviations"]
     for place in (1, 20, 100):
-        keeps, pairs = night(one_gain(gain, place), draw_normal, place, max(1, nights // 10), seed=1)
+        keeps, pairs = night(draw_normal, place, max(1, nights // 10), seed=1, gain=gain)
         last = keeps[:, -1]
         row.append(f"{100 * last.mean():.0f} %, {np.median(pairs[last, -1]):.0f} pairs" if last.any() else "0 %")
     return row
 
 
-def spend(edits: Edits, draws: Draws, size: int, nights: int) -> tuple[float, float]:
+def spend(noise: Noise, doubled: float, size: int, nights: int) -> tuple[float, float]:
     """The share of nights that keep anything, and the mean number of pairs of an edit."""
     parts = range(0, nights, AT_ONCE)
-    found = [night(edits, draws, size, min(AT_ONCE, nights - start), seed=start) for start in parts]
+    found = [night(noise, size, min(AT_ONCE, nights - start), seed=start, doubled=doubled) for start in parts]
     keeping = np.concatenate([keeps.any(1) for keeps, _ in found])
     return float(keeping.mean()), float(np.mean([pairs.mean() for _, pairs in found]))
 
 
-def night(edits: Edits, draws: Draws, size: int, nights: int, seed: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Whether each edit was kept, and its pairs, both (nights, size), on a track with a calibration of FREEDOM."""
+def night(
+    noise: Noise, size: int, nights: int, seed: int, *, doubled: float = 0.0, gain: float = 0.0
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Whether each edit was kept, and its pairs, both (nights, size), on a track with a calibration of FREEDOM.
+
+    doubled  the share of edits that double the deviation
+    gain     of the last edit, where those before it make it much worse; 0: no edit changes the mean
+    """
     generator = np.random.default_rng(seed)
     keeps, pairs = np.zeros((nights, size), bool), np.zeros((nights, size), np.int64)
     calibration = Calibration(np.full(nights, FREEDOM), generator.chisquare(FREEDOM, nights))
     shared = generator.normal(size=(nights, MOST_PAIRS))
     for number in range(1, size + 1):
-        effect, deviation = edits(generator, nights, number)
+        wider = generator.random(nights) < doubled if 0 < doubled < 1 else doubled
+        deviation, effect = 1.0 + wider * np.ones(nights), (gain if number == size else -9.0) if gain else 0.0
         limit = log_limit(number, keeps.sum(1))
         running, ended = np.arange(nights), np.zeros((3, nights))
         gains = NO_GAINS
         for n in range(1, MOST_PAIRS + 1):
-            gains = gains.add(effect[running] + deviation[running] * draws(generator, shared[running, n - 1]))
+            gains = gains.add(effect + deviation[running] * noise(generator, shared[running, n - 1]))
             ended[:, running] = np.full(len(running), n), gains.mean, gains.squares
             prior = Calibration(*(part[running] for part in calibration))
             over = hopeless(gains, prior)
@@ -133,23 +139,6 @@ def draw_heavy(generator: np.random.Generator, shared: Array) -> Array:
 def draw_shared(generator: np.random.Generator, shared: Array) -> Array:
     """The same where half the variance is the baseline's run, which all edits of the night share."""
     return (generator.normal(size=len(shared)) - shared) / math.sqrt(2)
-
-
-def equal(_: np.random.Generator, nights: int, number: int) -> tuple[Array, Array]:
-    return np.zeros(nights), np.ones(nights)
-
-
-def doubled(_: np.random.Generator, nights: int, number: int) -> tuple[Array, Array]:
-    return np.zeros(nights), np.full(nights, 2.0)
-
-
-def some_doubled(generator: np.random.Generator, nights: int, number: int) -> tuple[Array, Array]:
-    return np.zeros(nights), np.where(generator.random(nights) < 0.1, 2.0, 1.0)
-
-
-def one_gain(gain: float, place: int) -> Edits:
-    """Edits that make it much worse, before one that is better."""
-    return lambda _, nights, number: (np.full(nights, gain if number == place else -9.0), np.ones(nights))
 
 
 def arena_table() -> str:
@@ -184,19 +173,19 @@ def share(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def gamma(generator: np.random.Generator, sweeps: int, arms: int, seeds: int) -> NDArray[np.float64]:
+def gamma(generator: np.random.Generator, sweeps: int, arms: int, seeds: int) -> Array:
     """Differences of equal arms whose losses are skewed; all share the baseline's."""
     losses = generator.gamma(9.0, 1 / 3, (sweeps, arms + 1, seeds))
     return losses[:, 1:] - losses[:, :1]
 
 
-def plateaus(generator: np.random.Generator, sweeps: int, arms: int, seeds: int) -> NDArray[np.float64]:
+def plateaus(generator: np.random.Generator, sweeps: int, arms: int, seeds: int) -> Array:
     """Differences of arms with equal means, of which one ends 6 deviations higher with a tenth of its seeds."""
     late = 6.0 * (generator.random((sweeps, arms, seeds)) < 0.1)
     return generator.normal(size=(sweeps, arms, seeds)) + late - 0.6
 
 
-def plateaus_unseen(generator: np.random.Generator, sweeps: int, arms: int, seeds: int) -> NDArray[np.float64]:
+def plateaus_unseen(generator: np.random.Generator, sweeps: int, arms: int, seeds: int) -> Array:
     """Those of `plateaus` about which the page has no warning."""
     drawn = plateaus(generator, sweeps, arms, seeds)
     return drawn[[all(outlier(list(of_arm), MARGIN) is None for of_arm in sweep) for sweep in drawn]]

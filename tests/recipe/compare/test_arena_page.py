@@ -53,7 +53,7 @@ def report(folder: Path) -> Report:
 
 
 def test_the_headline_and_a_line_for_each_arm_give_the_answer(report: Report) -> None:
-    assert report.headline == (
+    assert report.headline.text == (
         "alibi is better than causal; window is worse; sinks is equivalent; odd <b>&|*arm* is undecided (6 seeds)"
     )
     said = dict(report.lines)
@@ -179,7 +179,7 @@ def test_the_first_screen_is_the_answer_on_a_phone_and_on_a_desk(folder: Path, r
     measured, console = open_in_browser((folder / "report" / "index.html").read_text(), tmp_path)
     assert console == []
     for frame, height in zip(measured, (844, 800), strict=True):  # of a phone's and of a laptop's screen
-        assert frame["headline"] == report.headline
+        assert frame["headline"] == report.headline.text
         assert frame["first"] <= height, "the forest plot ends below the first screen"
         assert len(frame["figures"]) == 1 + len(report.sections[0].drawings)
         assert frame["scrollWidth"] <= frame["width"], "the page scrolls sideways"

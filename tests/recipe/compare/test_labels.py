@@ -99,11 +99,10 @@ def test_every_label_of_a_random_sweep_is_true_of_its_runs(
             ("model=tiny", "optimizer.lr=0.003"): {"model.name": "tiny", "model.n_embd": 128, "optimizer.lr": 3e-3},
             ("model=gpt2", "optimizer.lr=0.0006"): {"model.name": "gpt2", "model.n_embd": 768, "optimizer.lr": 6e-4},
         },
-        {  # a value that most settings share is left out
+        {
             ("optimizer.lr=0.0006", "training.steps=400"): {},
-            ("optimizer.lr=0.003",): {"optimizer.lr": 3e-3},
-            ("optimizer.lr=0.01",): {"optimizer.lr": 1e-2},
-            ("training.steps=500",): {"training.steps": 500},
+            ("optimizer.lr=0.003", "training.steps=400"): {"optimizer.lr": 3e-3},
+            ("optimizer.lr=0.0006", "training.steps=500"): {"training.steps": 500},
         },
     ],
 )

@@ -73,9 +73,9 @@ def test_the_page_needs_nothing_but_itself_and_escapes_names_that_users_chose(pa
 
 def test_the_page_says_all_of_the_report(report: Report, page: str) -> None:
     words = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", page)))
-    tables = [*(table for section in report.sections for table in section.tables), report.runs]
+    tables = [*(table for section in report.sections for table in section.tables), report.table]
     said = [
-        report.headline,
+        report.headline.text,
         *report.notes,
         *(section.headline.text for section in report.sections),
         *(drawing.caption for section in report.sections for drawing in section.drawings),
@@ -172,7 +172,7 @@ def test_the_page_opens_in_a_browser_on_a_phone_and_on_a_desk(page: str, report:
     assert ["nothing is not defined" in line for line in console] == [True, True], console
     assert [frame["width"] for frame in measured] == [PHONE, DESK]
     for frame in measured:
-        assert frame["headline"] == report.headline
+        assert frame["headline"] == report.headline.text
         assert len(frame["figures"]) == sum(len(section.drawings) for section in report.sections)
         assert all(width > 250 and height > 80 for width, height in frame["figures"])
         assert frame["scrollWidth"] <= frame["width"], "the page scrolls sideways"

@@ -12,16 +12,12 @@ from scipy import integrate, stats
 from recipe.compare import simulate
 from recipe.compare.simulate import (
     SWEEPS,
-    Draws,
-    Edits,
-    doubled,
+    Noise,
     draw_normal,
     draw_shared,
-    equal,
     false_verdicts,
     gamma,
     night,
-    one_gain,
 )
 from recipe.compare.statistics import (
     ALPHA,
@@ -207,15 +203,15 @@ def test_the_weights_of_all_edits_together_are_one() -> None:
     assert log_limit(7, 1) == pytest.approx(log_limit(7, 0) - np.log(2))
 
 
-@pytest.mark.parametrize(("edits", "draws"), [(equal, draw_normal), (doubled, draw_normal), (equal, draw_shared)])
-def test_few_nights_of_edits_that_change_nothing_keep_any(edits: Edits, draws: Draws) -> None:
+@pytest.mark.parametrize(("noise", "doubled"), [(draw_normal, 0.0), (draw_normal, 1.0), (draw_shared, 0.0)])
+def test_few_nights_of_edits_that_change_nothing_keep_any(noise: Noise, doubled: float) -> None:
     nights = 1500
-    any_kept = night(edits, draws, 40, nights, seed=5)[0].any(1).mean()
+    any_kept = night(noise, 40, nights, seed=5, doubled=doubled)[0].any(1).mean()
     assert any_kept <= ALPHA + 3 * np.sqrt(ALPHA * (1 - ALPHA) / nights)
 
 
 def test_a_gain_of_two_deviations_as_the_hundredth_edit_takes_eight_pairs() -> None:
-    keeps, pairs = night(one_gain(2.0, 100), draw_normal, 100, 1000, seed=6)
+    keeps, pairs = night(draw_normal, 100, 1000, seed=6, gain=2.0)
     last = keeps[:, -1]
     assert last.mean() > 0.95
     assert np.median(pairs[last, -1]) <= 8
@@ -235,7 +231,7 @@ def test_an_interval_holds_at_every_pair_at_once() -> None:
 
 
 def test_the_page_of_the_referee_has_the_rows_of_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate, "spend", lambda edits, draws, size, nights: (0.0, 1.0))
+    monkeypatch.setattr(simulate, "spend", lambda noise, doubled, size, nights: (0.0, 1.0))
     tables = "\n".join(simulate.referee_tables(10))
     page = (ROOT / "docs" / "referee.md").read_text()
     rows = [row for row in tables.splitlines() if row]
