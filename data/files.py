@@ -10,7 +10,7 @@ import codecs
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -117,28 +117,36 @@ def table_rows(path: Path) -> Iterator[Row]:
 
 
 def numbered_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """The object in each line that is not empty, with the line's number, from 1."""
+    """The objects in a file of lines, with the numbers of their lines."""
     with opened(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b""), start=1):
-            if len(line) > LINE:
-                raise DataError(f"{path} has more than {LINE >> 20} MiB in line {number}; cut it into several texts.")
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            try:
-                row = json.loads(line.decode("utf-8")) if line.strip() else None
-            except (ValueError, RecursionError) as error:
-                flaw = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
+        yield from rows_in(iter(lambda: file.readline(LINE + 1), b""), path)
+
+
+def rows_in(lines: Iterable[bytes], path: Path, option: str = "data.path") -> Iterator[tuple[int, Row]]:
+    """The object in each line that is not empty, with the line's number, from 1. Raises DataError.
+
+    path    of the lines' file, which `option` names
+    """
+    for number, line in enumerate(lines, start=1):
+        if len(line) > LINE:
+            raise DataError(f"{path} has more than {LINE >> 20} MiB in line {number}; cut it into several texts.")
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        try:
+            row = json.loads(line.decode("utf-8")) if line.strip() else None
+        except (ValueError, RecursionError) as error:
+            flaw = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
+        else:
+            if row is None:
+                continue
+            if b"\\ud" in line.lower() and has_half_characters(row):
+                flaw = "text with half a character, such as \\ud800"
+            elif isinstance(row, dict):
+                yield number, row
+                continue
             else:
-                if row is None:
-                    continue
-                if b"\\ud" in line.lower() and has_half_characters(row):
-                    flaw = "text with half a character, such as \\ud800"
-                elif isinstance(row, dict):
-                    yield number, row
-                    continue
-                else:
-                    flaw = f'a {KINDS.get(type(row), "value")} and not an object such as {{"text": ...}}'
-            raise DataError(f"could not read {path} (line {number} is {flaw}); repair it or set another data.path.")
+                flaw = f'a {KINDS.get(type(row), "value")} and not an object such as {{"text": ...}}'
+        raise DataError(f"could not read {path} (line {number} is {flaw}); repair it or set another {option}.")
 
 
 def parquet_rows(path: Path) -> Iterator[Row]:

@@ -34,7 +34,6 @@ Tokenised = tuple[np.ndarray, np.ndarray | None, int]
 NAMES = ("bytes", "gpt2", "bpe")
 SIZES = {"bytes": 257, "gpt2": 50_257}  # end-of-text included, of those whose tokens are given
 FILE = "tokenizer.json"
-CONTEXT = 8  # tokens of a prompt that are decoded with its continuation
 
 # How GPT-2 cuts text before it merges bytes (Radford et al. 2019), in tiktoken's form that never backtracks far.
 BYTES_PATTERN = r"[\s\S]"
@@ -103,34 +102,6 @@ def encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
             ) from error
 
     return encode
-
-
-class TextStream:
-    """The text of tokens that come one by one: a character of several tokens appears with the last one.
-
-    before  tokens of the text that these continue: many tokenizers drop the blank before the first word of a text
-    """
-
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
-        self.tokenizer, self.tokens = tokenizer, list(before)
-        # The DecodeStream of `tokenizers` raises an error at bytes that are not UTF-8, which a model may well generate.
-        self.returned = len(self.tokens)  # number of tokens whose text `add` has returned
-        self.first = max(0, self.returned - CONTEXT)  # the first token that is decoded again with the next ones
-
-    def add(self, token: int) -> str:
-        """The text that is certain with this token."""
-        self.tokens.append(token)
-        text = self.rest()
-        if text.endswith("\ufffd"):  # a character may be incomplete
-            return ""
-        if text:
-            self.first, self.returned = self.returned, len(self.tokens)
-        return text
-
-    def rest(self) -> str:
-        """The text that is still held back, complete or not."""
-        before, text = (self.tokenizer.decode(self.tokens[self.first : end]) for end in (self.returned, None))
-        return text[len(before) :]
 
 
 def ends_of(tokenizer: Tokenizer) -> set[int]:

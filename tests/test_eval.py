@@ -257,7 +257,7 @@ def test_lm_evals_implementation_of_a_task_gives_the_same_metrics(run, tmp_path)
     assert theirs["written"]["n"] == len(QUESTIONS)
 
 
-def test_generation_is_greedy_up_to_a_stop_text_or_an_end_of_text(run):
+def test_generation_is_greedy_up_to_a_stop_text_or_an_end_of_text(run, monkeypatch):
     model, prompts = LanguageModel(load_trained(run, ModelChoice(device="cpu"))), ["The sun", "", "x" * 40]
     found = Scorer(model, batch=2).generate_until([(prompt, [], 6) for prompt in prompts])
     reference, ended = fresh("learned"), [END]
@@ -269,11 +269,11 @@ def test_generation_is_greedy_up_to_a_stop_text_or_an_end_of_text(run):
         made = tokens[-6:]
         assert text == TOKENIZER.decode(made[: made.index(END)] if END in made else made)
         ended = made if prompt == prompts[0] else ended
-    model.ends = {END, ended[2]}
-    assert Scorer(model, batch=2).generate_until([(prompts[0], [], 6)]) == [
-        TOKENIZER.decode(ended[: ended.index(ended[2])])
-    ]
-    model.ends = {END}
+    with monkeypatch.context() as patched:
+        patched.setattr("recipe.infer.generation.text.ends_of", lambda tokenizer: {END, ended[2]})
+        assert Scorer(model, batch=2).generate_until([(prompts[0], [], 6)]) == [
+            TOKENIZER.decode(ended[: ended.index(ended[2])])
+        ]
     stop = found[0][2]
     assert Scorer(model, batch=2).generate_until([(prompts[0], ["nowhere", stop], 6)]) == [found[0].partition(stop)[0]]
 
@@ -359,8 +359,8 @@ def test_bits_per_byte_of_a_text_without_spaces_are_finite_and_its_word_perplexi
         (["tasks=nowhere.jsonl"], r"tasks=nowhere.jsonl cannot be read \(No such file"),
         (["tasks=wrong.jsonl"], r"tasks=wrong.jsonl: line 2 has answer=2, which is none of its 2 choices; write"),
         (["tasks=mixed.jsonl"], "line 2 is of another kind than the first"),
-        (["tasks=half.jsonl"], r"tasks=half.jsonl: line 1 holds half a character; write"),
-        (["tasks=deep.jsonl"], "tasks=deep.jsonl: line 1 is not JSON; write"),
+        (["tasks=half.jsonl"], r"half.jsonl \(line 1 is text with half a character"),
+        (["tasks=deep.jsonl"], r"deep.jsonl \(line 1 is not JSON\); repair it or set another tasks"),
         (["tasks=deep.json"], "tasks=deep.json is a file that does not end in .jsonl"),
         (["data.max_tokens=9"], "data.max_tokens=9 does not say which text to measure; name it with data="),
         (["tasks=long.jsonl"], r"The continuation ' xxxx.* has 31 tokens, and the model takes 1 to 24"),

@@ -239,14 +239,10 @@ def test_samples_of_a_prompt_differ_and_come_in_order(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "arguments", "sentence"),
     [
-        ("a\n\nb\n", [], r"Line 2 of prompts=.*prompts.txt is not a prompt; write one there, or take it out"),
+        ("a\n\nb\n", [], r"Line 2 of prompts=.*prompts.txt has no prompt; write one there, or take it out"),
         ("", [], "prompts=.*prompts.txt is empty; give it at least one line"),
-        (
-            '{"prompt": "a"}\n{"text": "b"}\n',
-            [],
-            'Line 2 of prompts=.*prompts.jsonl is not a JSON object with a "prompt"',
-        ),
-        ('{"prompt": "\\ud800"}', [], 'Line 1 of prompts=.*prompts.jsonl is not a JSON object with a "prompt"'),
+        ('{"prompt": "a"}\n{"text": "b"}\n', [], "Line 2 of prompts=.*prompts.jsonl has no prompt"),
+        ('{"prompt": "\\ud800"}', [], r"prompts.jsonl \(line 1 is text with half a character"),
         ('{"prompt": "' + 17 * "a" + '"}', [], "The prompt has 17 tokens, and the model sees seq_len=16"),
         ('{"prompt": "a"}', ["out={folder}/full"], "out=.*full exists, and is not overwritten"),
         ('{"prompt": "a"}', ["out={folder}/no/file"], r"out=.*file cannot be written \(No such file"),
@@ -258,7 +254,7 @@ def test_samples_of_a_prompt_differ_and_come_in_order(run, tmp_path, capsys):
         ('{"prompt": "a"}\n' * 2, ["tokens=10000000000"], r"random numbers of batch=2 .* ask for fewer tokens"),
         (None, [], r"prompts=.*prompts.jsonl cannot be read \(No such file"),
         ("a\udcff", [], r"prompts=.*prompts.txt cannot be read \(it is not UTF-8"),
-        ('{"prompt": ' + "[" * 100_000, [], "Line 1 of prompts=.* is not a JSON object"),
+        ('{"prompt": ' + "[" * 100_000, [], r"prompts.jsonl \(line 1 is not JSON\); repair it or set another prompts"),
         ("a", ["prompts=/dev/zero"], r"prompts=/dev/zero cannot be read \(it is not a regular file\)"),
     ],
 )

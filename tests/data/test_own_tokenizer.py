@@ -16,7 +16,7 @@ from data.mistakes import data_mistakes
 from data.options import DataConfig
 from data.own_tokenizer import OwnTokenizer
 from data.prepare import prepare
-from data.tokenizers import TextStream, encoder, load_tokenizer, save_tokenizer
+from data.tokenizers import encoder, load_tokenizer, save_tokenizer
 from recipe.infer.evaluation.text import tokenised
 from recipe.infer.generation.text import Text
 
@@ -82,15 +82,15 @@ def test_another_tokenizer_in_the_same_file_prepares_again(config, file, tmp_pat
 def test_text_appears_as_tokens_come_and_characters_of_several_stay_whole(file):
     tokenizer = OwnTokenizer("own", file.read_text())
     tokens = tokenizer.encode_ordinary("vu 木 🦜")
-    stream = TextStream(tokenizer)
+    stream = Text(tokenizer)
     pieces = [stream.add(token) for token in tokens]
     assert "".join(pieces) + stream.rest() == "vu 木 🦜"
     assert "" in pieces  # while the bytes of a character were incomplete
     assert not any("�" in piece for piece in pieces)
-    cut = TextStream(tokenizer)
-    shown = "".join(map(cut.add, tokens[:-1]))
-    assert (shown + cut.rest()).startswith("vu 木 ")
-    assert "�" in cut.rest()
+    cut = Text(tokenizer)
+    shown, rest = "".join(map(cut.add, tokens[:-1])), cut.rest()
+    assert (shown + rest).startswith("vu 木 ")
+    assert "�" in rest
     text = Text(tokenizer)
     assert "".join(map(text.add, [*tokens, tokenizer.eot_token])) == "vu 木 🦜"
     assert text.ended
@@ -110,7 +110,7 @@ def test_text_goes_on_after_bytes_that_are_no_characters(file):
     """A model may generate any tokens, and the library's stream of text raises an error at such bytes."""
     tokenizer = OwnTokenizer("own", file.read_text())
     for tokens in np.random.default_rng(0).integers(tokenizer.n_vocab, size=(20, 60)).tolist():
-        stream = TextStream(tokenizer)
+        stream, tokens = Text(tokenizer), [token for token in tokens if token != tokenizer.eot_token]
         text = "".join(map(stream.add, [*tokens, *tokenizer.encode_ordinary("the 木 of a text")]))
         assert text.endswith(" the 木 of a text")
         assert stream.rest() == ""

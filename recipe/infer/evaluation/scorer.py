@@ -9,10 +9,11 @@ from torch import Tensor
 
 from data.own_tokenizer import OwnTokenizer
 from data.progress import progress
-from data.tokenizers import encoder, ends_of
+from data.tokenizers import encoder
 from model.loss import IGNORE_INDEX
 from recipe.infer.generation.engine import Engine, Request
 from recipe.infer.generation.sampling import Sampling
+from recipe.infer.generation.text import Text, texts
 from recipe.infer.trained import Trained
 from recipe.run.config import ConfigError
 
@@ -27,19 +28,16 @@ class LanguageModel:
     end_of_text  the token that ends a text and begins the next
     begin        the token before a text that is scored alone: the tokenizer's begin token where it has one, else the
                  end of text, as in lm-eval
-    ends         the tokens that end a generated text
     encode       a text to its tokens, 1-D integers, without special ones
-    decode       tokens to their text
     """
 
     def __init__(self, trained: Trained, seq_len: int | None = None) -> None:
         """seq_len  the longest input, which the model has to allow; None: the run's"""
         self.trained, self.model = trained, trained.model
         self.max_length, self.end_of_text = seq_len or trained.config.seq_len, trained.tokenizer.eot_token
-        self.ends, tokenizer = ends_of(trained.tokenizer), trained.tokenizer
+        tokenizer = trained.tokenizer
         self.begin = tokenizer.begin if isinstance(tokenizer, OwnTokenizer) else self.end_of_text
-        self.encode = encoder(trained.tokenizer)
-        self.decode = trained.tokenizer.decode
+        self.encode = encoder(tokenizer)
 
     def size(self, tokens: Sequence[int]) -> int:
         """Bytes of the text of some tokens, without ends of text."""
@@ -108,21 +106,14 @@ class Scorer:
             prompt = self._encode(context) or [model.begin]
             self.cut += len(prompt) > room
             asked.append(Request(prompt[-room:], tokens))
-        stops = {request: of_request for request, (_, of_request, _) in zip(asked, requests, strict=True)}
-        texts = dict.fromkeys(asked, "")
+        every = {r: Text(model.trained.tokenizer, stops) for r, (_, stops, _) in zip(asked, requests, strict=True)}
+        added = dict.fromkeys(asked, "")
+        engine = Engine(model.model, asked, Sampling(temperature=0), slots=self.batch, dtype=model.trained.dtype)
         with progress("generating", len(asked)) as advance:
-            greedy = Sampling(temperature=0)
-            engine = Engine(model.model, asked, greedy, slots=self.batch, dtype=model.trained.dtype)
-            for request, token in engine.run():
-                if token in model.ends:
-                    request.finished = True
-                else:
-                    texts[request] = model.decode(request.tokens)
-                    ends = [at for stop in stops[request] if stop and (at := texts[request].find(stop)) >= 0]
-                    if ends:
-                        texts[request], request.finished = texts[request][: min(ends)], True
+            for request, piece in texts(engine, every):
+                added[request] += piece
                 advance(int(request.finished))
-        return list(texts.values())
+        return list(added.values())
 
     def _encode(self, text: str) -> list[int]:
         return self.model.encode(text).tolist()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.untrusted import UntrustedError, has_half_characters, parse_json
+from data.files import rows_in
 from recipe.infer.evaluation.scorer import Scorer
 from recipe.infer.generation.text import read_lines
 from recipe.run.config import ConfigError
@@ -69,19 +69,10 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a task's file. Raises UserError for the first that does not fit."""
+    """The lines of a task's file. Raises UserError or DataError for the first that does not fit."""
     lines: list[dict[str, Any]] = []
-    for number, text in enumerate(read_lines(path, "tasks"), start=1):
-        if not text.strip():
-            continue
-        try:
-            line = parse_json(text)
-            flaw = mistake(line, lines[0] if lines else line)
-            if has_half_characters(line):
-                flaw = "holds half a character"
-        except UntrustedError as error:
-            flaw = str(error)
-        if flaw:
+    for number, line in rows_in(map(str.encode, read_lines(path, "tasks")), path, "tasks"):
+        if flaw := mistake(line, lines[0] if lines else line):
             raise ConfigError(
                 f'tasks={path}: line {number} {flaw}; write {{"question": ..., "choices": [...], "answer": 0}} or '
                 '{"text": ...} in every line.'
@@ -92,9 +83,9 @@ def read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def mistake(line: Any, first: dict[str, Any]) -> str | None:
+def mistake(line: dict[str, Any], first: dict[str, Any]) -> str | None:
     """The mistake in a line of a file whose first line is `first`; None without one."""
-    if not isinstance(line, dict) or not (line.keys() >= CHOICE or line.keys() >= TEXT):
+    if not (line.keys() >= CHOICE or line.keys() >= TEXT):
         return "holds no task"
     if ("choices" in line) != ("choices" in first):
         return "is of another kind than the first"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,26 +12,32 @@ import torch
 
 from data.chat import end_at_answers
 from data.errors import brief
-from data.tokenizers import TextStream, Tokenizer, ends_of, load_tokenizer
-from data.untrusted import LINE, UntrustedError, has_half_characters, parse_json, read_text
+from data.files import rows_in
+from data.tokenizers import Tokenizer, ends_of, load_tokenizer
+from data.untrusted import LINE, UntrustedError, read_text
 from model.gpt import GPT
 from recipe.files import to_json
 from recipe.infer.generation.engine import Engine, Request
 from recipe.infer.generation.sampling import GenerationError, Sampling
 
+CONTEXT = 8  # tokens of a prompt that are decoded with its continuation
+
 
 class Text:
     """The text of a sequence's tokens, in pieces.
 
-    It ends before a token that ends a text and before the text `stop`; `ended` is then true. A character may span
-    several tokens: it appears with its last byte. Text that may be the beginning of `stop` is held back until it is
-    not.
+    It ends before a token that ends a text and before the first of the texts `stops`; `ended` is then true. A character
+    may span several tokens: it appears with its last byte. Text that may be the beginning of a stop is held back until
+    it is not.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: str | None = None, prompt: Sequence[int] = ()) -> None:
-        """prompt  tokens of the text that is continued"""
-        self.ends, self.stop = ends_of(tokenizer), stop or ""
-        self.decoder = TextStream(tokenizer, prompt)
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
+        """prompt  tokens of the text that is continued: many tokenizers drop the blank before a text's first word"""
+        self.tokenizer, self.tokens = tokenizer, list(prompt)
+        self.ends, self.stops = ends_of(tokenizer), list(filter(None, stops))
+        # The DecodeStream of `tokenizers` raises an error at bytes that are not UTF-8, which a model may well generate.
+        self.decoded = len(self.tokens)  # number of tokens whose text is decoded
+        self.first = max(0, self.decoded - CONTEXT)  # the first token that is decoded again with the next ones
         self.held = ""  # text that `add` has not returned yet
         self.ended = False
 
@@ -40,25 +46,34 @@ class Text:
         if token in self.ends:
             self.ended = True
             return self.rest()
-        self.held += self.decoder.add(token)
+        self.tokens.append(token)
+        text = self.undecoded()
+        if text and not text.endswith("\ufffd"):  # a character may be incomplete
+            self.first, self.decoded = self.decoded, len(self.tokens)
+            self.held += text
         return self.give_out(len(self.held) - self.beginning_of_stop())
 
     def rest(self) -> str:
         """The text that remains when no more tokens come."""
-        self.held += self.decoder.rest()
+        self.held += self.undecoded()
         return self.give_out(len(self.held))
 
+    def undecoded(self) -> str:
+        """The text of the newest tokens, complete or not."""
+        before, text = (self.tokenizer.decode(self.tokens[self.first : end]) for end in (self.decoded, None))
+        return text[len(before) :]
+
     def give_out(self, end: int) -> str:
-        """The held text up to `end`, or up to `stop`, which ends it all."""
-        if self.stop and self.stop in self.held:
-            self.ended, end = True, self.held.index(self.stop)
+        """The held text up to `end`, or up to the first stop, which ends it all."""
+        if found := [self.held.index(stop) for stop in self.stops if stop in self.held]:
+            self.ended, end = True, min(found)
         piece, self.held = self.held[:end], "" if self.ended else self.held[end:]
         return piece
 
     def beginning_of_stop(self) -> int:
-        """The length of the longest beginning of `stop` at the end of the held text."""
-        longest = min(len(self.stop) - 1, len(self.held))
-        return next((n for n in range(longest, 0, -1) if self.stop.startswith(self.held[-n:])), 0)
+        """The length of the longest beginning of a stop at the end of the held text."""
+        lengths = range(len(self.held), 0, -1)
+        return next((n for n in lengths if any(stop.startswith(self.held[-n:]) for stop in self.stops)), 0)
 
 
 def stream(
@@ -79,7 +94,7 @@ def stream(
     """
     request = Request(tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token], tokens)
     engine = Engine(model, [request], sampling, dtype=dtype)
-    return (piece for _, piece in texts(engine, tokenizer, stop))
+    return (piece for _, piece in texts(engine, {request: continued(request, tokenizer, stop)}))
 
 
 def sample_of_run(model: GPT, folder: Path, tokens: int, seed: int) -> str:
@@ -93,15 +108,14 @@ def sample_of_run(model: GPT, folder: Path, tokens: int, seed: int) -> str:
     return f"\n{text}\n"
 
 
-def texts(engine: Engine, tokenizer: Tokenizer, stop: str | None = None) -> Iterator[tuple[Request, str]]:
-    """Each of an engine's requests with its next piece of text; the last one comes when it is finished.
+def continued(request: Request, tokenizer: Tokenizer, stop: str | None) -> Text:
+    """The text that continues a request's prompt, which is an end of text alone where it continues none."""
+    begins = list(request.prompt) == [tokenizer.eot_token]
+    return Text(tokenizer, [stop or ""], () if begins else request.prompt)
 
-    stop  text that ends a continuation, and is not part of it
-    """
-    start = [tokenizer.eot_token]  # of a text that continues none
-    every = {
-        request: Text(tokenizer, stop, () if request.prompt == start else request.prompt) for request in engine.requests
-    }
+
+def texts(engine: Engine, every: Mapping[Request, Text]) -> Iterator[tuple[Request, str]]:
+    """Each of an engine's requests with its next piece of text; the last one comes when it is finished."""
     for request, token in engine.run():
         text = every[request]
         piece = text.add(token)
@@ -143,26 +157,15 @@ def read_lines(path: Path, option: str) -> list[str]:
 def read_prompts(path: Path) -> list[str]:
     """A prompt from each line of a file; of a .jsonl file, the "prompt" of each line.
 
-    Raises GenerationError where the file cannot be read or is empty, and for a line without a prompt.
+    Raises GenerationError or DataError where the file cannot be read or is empty, and for a line without a prompt.
     """
-    prompts = list[str]()
-    for number, line in enumerate(read_lines(path, "prompts"), 1):
-        prompt = prompt_of_json(line) if path.suffix == ".jsonl" else line
-        if not prompt:
-            need = 'a JSON object with a "prompt"' if path.suffix == ".jsonl" else "a prompt"
-            raise GenerationError(f"Line {number} of prompts={path} is not {need}; write one there, or take it out.")
+    lines, prompts = read_lines(path, "prompts"), list[str]()
+    rows = ((number, row.get("prompt")) for number, row in rows_in(map(str.encode, lines), path, "prompts"))
+    for number, prompt in rows if path.suffix == ".jsonl" else enumerate(lines, 1):
+        if not prompt or not isinstance(prompt, str):
+            raise GenerationError(f"Line {number} of prompts={path} has no prompt; write one there, or take it out.")
         prompts.append(prompt)
     return prompts
-
-
-def prompt_of_json(line: str) -> str | None:
-    """The prompt of a line of JSON, if there is one."""
-    try:
-        content = parse_json(line)
-        prompt = content.get("prompt") if isinstance(content, dict) else None
-    except UntrustedError:
-        return None
-    return prompt if isinstance(prompt, str) and prompt and not has_half_characters(prompt) else None
 
 
 def requests_of(prompts: Sequence[str], tokenizer: Tokenizer, tokens: int, samples: int = 1) -> list[Request]:
@@ -183,7 +186,8 @@ def continuations(
     stop  text that ends a continuation, and is not part of it
     """
     begin, added = time.perf_counter(), dict.fromkeys(engine.requests, "")
-    for request, piece in texts(engine, tokenizer, stop):
+    every = {request: continued(request, tokenizer, stop) for request in engine.requests}
+    for request, piece in texts(engine, every):
         added[request] += piece
         if request.finished:
             (index, sample), seconds = request.stream, round(time.perf_counter() - begin, 3)

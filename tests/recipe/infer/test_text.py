@@ -22,7 +22,7 @@ TOKENIZER = bytes_tokenizer()
 
 
 def pieces(tokens: Iterable[int], stop: str | None = None) -> list[str]:
-    text, found = Text(TOKENIZER, stop), []
+    text, found = Text(TOKENIZER, [stop or ""]), []
     for token in tokens:
         found.append(text.add(token))
         if text.ended:
