@@ -52,23 +52,23 @@ def broken(config: AttentionConfig, name: str) -> dict[str, object]:
     q, k, v = (x.to(DTYPES[name]) for x in (q, k, v))
 
     stops = range(config.block_k, k.shape[2] + 1, config.block_k)
-    tolerance = MARGIN * max(row_errors(intact, exact, q, k[:, :, :s], v[:, :, :s]).max().item() for s in stops)
-    first_tile, first_row = None, None
-    for i in range(TILES):
-        rows = slice(i * config.block_q, (i + 1) * config.block_q)
-        for j in range(TILES):
-            seen = slice(0, (j + 1) * config.block_k)
-            bad = row_errors(attend, exact, q[:, :, rows], k[:, :, seen], v[:, :, seen]) > tolerance
-            if first_tile is None and bad.any():
-                first_tile, first_row = (i, j), rows.start + int(bad.int().argmax())
+
+    def after_each_tile(attend: Attention) -> Tensor:
+        """The largest error of each query's state after each tile of keys: (TILES, T)."""
+        return torch.stack([row_errors(attend, exact, q, k[:, :, :stop], v[:, :, :stop]) for stop in stops])
+
+    bad = after_each_tile(attend) > MARGIN * after_each_tile(intact).max()
+    # In the order in which tiles are visited: tile of queries, tile of keys, row.
+    visited = bad.view(TILES, TILES, config.block_q).transpose(0, 1).nonzero().tolist()
+    i, j, row = visited[0] if visited else (0, 0, 0)
 
     error = errors(attend, exact, q, k, v)
     finite = error[error.isfinite()]
     return {
         "ablate": config.ablate.value,
         "dtype": name,
-        "first_bad_tile": first_tile,
-        "first_bad_row": first_row,
+        "first_bad_tile": (i, j) if visited else None,
+        "first_bad_row": i * config.block_q + row if visited else None,
         "max_error": finite.max().item() if len(finite) else None,
         "non_finite": len(finite) < error.numel(),
     }

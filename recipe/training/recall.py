@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -34,12 +34,6 @@ BINS = 24  # of positions, as wide as the logarithm of the position
 Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
-@contextmanager
-def unwatched(what: str, steps: int) -> Iterator[Callable[[int], None]]:
-    """Show no progress."""
-    yield lambda done: None
-
-
 class Recall(ABC):
     """
     name     as in probes=[<name>]
@@ -49,7 +43,7 @@ class Recall(ABC):
 
     name: str
     longest: int | None = None
-    watch: Watch = staticmethod(unwatched)
+    watch: Watch = staticmethod(lambda what, steps: nullcontext(lambda done: None))
 
     @abstractmethod
     def measure(self, model: GPT) -> dict[str, float]:
