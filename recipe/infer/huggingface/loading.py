@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -40,20 +40,21 @@ from recipe.infer.huggingface.settings import (
 from recipe.wording import as_typed
 
 WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+Tensors = dict[str, Callable[[], Tensor]]  # what reads each of a folder's tensors, by the names of its family
 FILES = ["config.json", "*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 # The causal mask and the angles, which old files carry as buffers, and a head that is the embedding.
 NOT_WEIGHTS = re.compile(r"(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq|^lm_head\.weight)$")
 
 
-def find(source: str, download: Callable[..., str] = snapshot_download) -> Path:
-    """The folder `source`, or the folder to which `download` brought its files from the hub. Raises WeightsError."""
+def find(source: str) -> Path:
+    """The folder `source`, or the one to which the hub's client brought its files. Raises WeightsError."""
     path = Path(source).expanduser()
     if path.is_dir():
         return path if (path / "config.json").exists() else checkpoint_in(path) or path
     if path.suffix == ".pt":
         return path
     try:
-        return Path(download(source, allow_patterns=FILES))
+        return Path(snapshot_download(source, allow_patterns=FILES))
     except (OSError, ValueError) as error:  # the hub's errors all derive from these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise WeightsError(
@@ -88,75 +89,61 @@ def settings_of(folder: Path, source: str) -> Settings:
     raise WeightsError(f"init_from={source} needs a readable config.json in {folder} ({reason}).")
 
 
-class Tensors:
-    """The tensors of a folder by the names of its family, read one at a time."""
-
-    def __init__(self, folder: Path, source: str, family: Family) -> None:
-        """Raises WeightsError where there are none, or a file is damaged."""
-        self.of: dict[str, Callable[[], Tensor]] = {}  # what reads each
-        self.close: Callable[[], None] = lambda: None
-        if folder.suffix == ".pt":
-            weights = read_checkpoint(folder, source)["model"]
-            self.of = {family.full_name(name): partial(weights.__getitem__, name) for name in weights}
-            return
-        if (folder / WEIGHTS).is_file():
-            files = [folder / WEIGHTS]
-        else:
-            files = sorted(folder / name for name in self.listed(folder, source))
-        with ExitStack() as opened:
-            for path in files:
-                try:
-                    file = opened.enter_context(safe_open(path, framework="pt"))
-                    self.of |= {family.full_name(name): partial(file.get_tensor, name) for name in sorted(file.keys())}
-                except Exception as error:  # safetensors raises a type that it does not export
-                    raise WeightsError(
-                        f"init_from={source}: {path} cannot be read ({error}); copy or fetch it again."
-                    ) from error
-            self.close = opened.pop_all().close
-
-    def __enter__(self) -> Tensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.of[name]()
-
-    def names(self) -> set[str]:
-        """The names of the weights."""
-        return {name for name in self.of if not NOT_WEIGHTS.search(name)}
-
-    @staticmethod
-    def listed(folder: Path, source: str) -> set[str]:
-        """The files of weights that the index names. Raises WeightsError."""
-        try:
-            files = set(read_json(folder / INDEX, SETTINGS)["weight_map"].values())
-            if files and all(isinstance(file, str) and (folder / file).parent == folder for file in files):
-                return files
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass
-        weights = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".safetensors", ".pt")))
-        raise WeightsError(
-            f"init_from={source} needs {WEIGHTS}, or {INDEX} and the files that it names, in {folder}, which has "
-            f"{weights or 'no weights'}; pickled weights can be rewritten with transformers' save_pretrained."
-        )
+@contextmanager
+def opened(folder: Path, source: str, family: Family) -> Iterator[Tensors]:
+    """The tensors of a folder. Raises WeightsError where there are none, or a file is damaged."""
+    if folder.suffix == ".pt":
+        weights = read_checkpoint(folder, source)["model"]
+        yield {family.full_name(name): partial(weights.__getitem__, name) for name in weights}
+        return
+    files = [WEIGHTS] if (folder / WEIGHTS).is_file() else sorted(listed(folder, source))
+    tensors: Tensors = {}
+    with ExitStack() as stack:
+        for path in (folder / name for name in files):
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                tensors |= {family.full_name(name): partial(file.get_tensor, name) for name in sorted(file.keys())}
+            except Exception as error:  # safetensors raises a type that it does not export
+                raise WeightsError(
+                    f"init_from={source}: {path} cannot be read ({error}); copy or fetch it again."
+                ) from error
+        yield tensors
 
 
-def load(model: GPT, source: str, download: Callable[..., str] = snapshot_download) -> None:
+def listed(folder: Path, source: str) -> set[str]:
+    """The files of weights that the index names. Raises WeightsError."""
+    try:
+        files = set(read_json(folder / INDEX, SETTINGS)["weight_map"].values())
+        if files and all(isinstance(file, str) and (folder / file).parent == folder for file in files):
+            return files
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    weights = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".safetensors", ".pt")))
+    raise WeightsError(
+        f"init_from={source} needs {WEIGHTS}, or {INDEX} and the files that it names, in {folder}, which has "
+        f"{weights or 'no weights'}; pickled weights can be rewritten with transformers' save_pretrained."
+    )
+
+
+def weights_of(tensors: Tensors) -> set[str]:
+    """The names of the weights among a folder's tensors."""
+    return {name for name in tensors if not NOT_WEIGHTS.search(name)}
+
+
+def load(model: GPT, source: str) -> None:
     """Overwrite the model's parameters with the weights of a folder, or of a model on the Hugging Face hub.
 
     Learned positions beyond the model's seq_len are left out; a model without biases takes weights whose biases are
     all zero; a second head stays as it is. Raises WeightsError where the source cannot be read or is another model.
     """
-    folder = find(source, download)
+    folder = find(source)
     settings = settings_of(folder, source)
     if flaws := list(unlike(settings, model.config, model.scores, model.seq_len, model.vocab_size, source)):
         raise WeightsError("\n".join(flaws))
-    with Tensors(folder, source, settings.family) as tensors:
+    with opened(folder, source, settings.family) as tensors:
         if flaws := list(unfit(tensors, settings, model.config, source)):
             raise WeightsError("\n".join(flaws))
-        names = tensors.names() | ({"lm_head.weight"} if not model.config.tied else set())
+        names = weights_of(tensors) | ({"lm_head.weight"} if not model.config.tied else set())
         if not model.config.bias:
             names = {name for name in names if not zero_bias(settings.family, name)}
         wanted = {
@@ -165,21 +152,21 @@ def load(model: GPT, source: str, download: Callable[..., str] = snapshot_downlo
             if name.split(".")[0] != "further"
         }
         every = {stored for parts in wanted.values() for stored in parts}
-        missing, unknown = sorted(every - set(tensors.of)), sorted(names - every)
+        missing, unknown = sorted(every - tensors.keys()), sorted(names - every)
         if missing or unknown:
             raise WeightsError(f"init_from={source} lacks the weights {missing[:3]} or has unknown ones {unknown[:3]}.")
         for name, parts in wanted.items():
-            fill(model, name, [(part, tensors) for part in parts], settings.family, source)
+            fill(model, name, {part: tensors[part] for part in parts}, settings.family, source)
 
 
 @torch.no_grad()
-def fill(model: GPT, name: str, parts: list[tuple[str, Tensors]], family: Family, source: str) -> None:
+def fill(model: GPT, name: str, parts: Tensors, family: Family, source: str) -> None:
     """Copy the tensors that are a parameter into its rows, one after the other."""
     parameter, row = model.get_parameter(name), 0
     used = parameter[: model.vocab_size] if name in ("wte.weight", "lm_head.weight") else parameter
     parameter[len(used) :].zero_()
-    for part, tensors in parts:
-        tensor = tensors[part]
+    for part, read in parts.items():
+        tensor = read()
         if family.transposed and tensor.ndim == 2 and name.startswith("h."):
             tensor = tensor.T
         if name == "wpe.weight":
@@ -194,8 +181,7 @@ def fill(model: GPT, name: str, parts: list[tuple[str, Tensors]], family: Family
         row += len(tensor)
     if row != len(used):
         raise WeightsError(
-            f"{' and '.join(part for part, _ in parts)} of init_from={source} have {row} rows where its config.json "
-            f"promises {len(used)}."
+            f"{' and '.join(parts)} of init_from={source} have {row} rows where its config.json promises {len(used)}."
         )
 
 
@@ -206,15 +192,15 @@ def zero_bias(family: Family, name: str) -> bool:
 
 def unfit(tensors: Tensors, settings: Settings, model: GPTConfig, source: str) -> Iterator[str]:
     """A sentence for each reason why a folder's tensors are not those of a model, although its settings are."""
-    biases = (name for name in tensors.names() if zero_bias(settings.family, name))
-    if not model.bias and any(bool(tensors[name].any()) for name in biases):
+    biases = (name for name in weights_of(tensors) if zero_bias(settings.family, name))
+    if not model.bias and any(bool(tensors[name]().any()) for name in biases):
         yield f"init_from={source} has biases and the model has none; set model.bias=true."
     (embedding,), head = settings.family.stored("wte.weight"), "lm_head.weight"
     tied = f"init_from={source} has tie_word_embeddings={str(settings.model.tied).lower()} in config.json and"
-    if not settings.model.tied and head not in tensors.of:
+    if not settings.model.tied and head not in tensors:
         yield f"{tied} no {head}; set it to true if the embedding is the head, or fetch the file that holds the head."
-    both = settings.model.tied and {head, embedding} <= tensors.of.keys()
-    if both and not torch.equal(tensors[head], tensors[embedding]):
+    both = settings.model.tied and {head, embedding} <= tensors.keys()
+    if both and not torch.equal(tensors[head](), tensors[embedding]()):
         yield f"{tied} a {head} that is not the embedding; set it to false there, or remove the head."
 
 
@@ -312,7 +298,7 @@ def folder_mistakes(
         if Path(tokenizer).suffix:
             with suppress(DataError):  # it is reported with the other options of data
                 flaws += beyond(read_tokenizer(Path(tokenizer)), settings.model.vocab_size or 0, source)
-        with Tensors(folder, source, settings.family) as tensors:
+        with opened(folder, source, settings.family) as tensors:
             flaws += unfit(tensors, settings, model, source)
     except WeightsError as error:
         flaws.append(str(error))
