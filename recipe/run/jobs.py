@@ -70,7 +70,8 @@ class Job:
             return
         check_not_running(self.folder)
         recorded = recorded_overrides(self.folder)
-        other = recorded is not None and recorded != set(without(self.overrides, LAUNCHER_OVERRIDES))
+        ours = {line for line in without(self.overrides, LAUNCHER_OVERRIDES) if "${" not in line}  # as it records them
+        other = recorded is not None and recorded != ours
         if other or (recorded is None and (self.folder / "metrics.jsonl").exists()):
             of = "a run without its overrides" if recorded is None else f"the run of {' '.join(sorted(recorded))}"
             raise SweepError(

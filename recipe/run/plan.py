@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from data.atomic import write_atomically
 from data.untrusted import UntrustedError, read_json
@@ -199,29 +198,17 @@ def read_plan(folder: Path) -> Plan | None:
             f"{path} has format {recorded}, and this version of the project reads format {FORMAT}; use the version "
             "that started the sweep, or start anew."
         )
-    content = {"sizes": {}, **content}  # which older plans lack
-    types = get_type_hints(Plan) | {"looks": list[dict[str, Any]]}
-    wrong = [name for name, kind in types.items() if not _is(content.get(name), kind)]
-    if not wrong:
-        looks, of_arms = content["looks"], [content["lr"], *content["sizes"].values()]
-        wrong += [] if looks and all(_is(look.get("seeds"), int) for look in looks) else ["looks"]
-        wrong += [] if all(each.keys() == content["arms"].keys() for each in of_arms) else ["arms"]
-        wrong += [] if content["baseline"] in content["arms"] else ["baseline"]
-        wrong += [] if all(map(str.isdecimal, content["sizes"])) else ["sizes"]
-    if wrong:
-        raise PlanError(f"{path} is damaged ({wrong[0]}); put the file back, or start anew.")
-    content["common"] = as_today(content["common"])
-    looks = [Look(look["seeds"], str(look.get("planned"))) for look in looks]
-    return Plan(**{name: content[name] for name in types} | {"looks": looks})
-
-
-def _is(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON has a type of a plan's field."""
-    of = get_args(kind)
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_is(item, of[1]) for item in value.values())
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(_is(item, of[0]) for item in value)
-    if get_origin(kind) is UnionType:
-        return any(_is(value, one) for one in of)
-    return kind is Any or isinstance(value, int | float if kind is float else kind)
+    content = {name: content[name] for name in content.keys() & Plan.__annotations__.keys()}
+    try:
+        escaped = json.loads(json.dumps(content).replace("${", "\\\\${"))  # a reference in an override is text
+        plan: Plan = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Plan), escaped))  # type: ignore[assignment]
+        of_arms = plan.lr, *plan.sizes.values(), {plan.baseline: None} | plan.arms
+        if not plan.looks or any(each.keys() != plan.arms.keys() for each in of_arms):
+            raise ValueError("looks, or arms, are missing")
+        if not all(map(str.isdecimal, plan.sizes)):
+            raise ValueError("sizes are whole numbers")
+    except (OmegaConfBaseException, ValueError) as error:
+        raise PlanError(
+            f"{path} is damaged ({str(error).splitlines()[0]}); put the file back, or start anew."
+        ) from error
+    return replace(plan, common=as_today(plan.common))

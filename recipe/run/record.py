@@ -85,10 +85,9 @@ class Record(NullRecord):
         self.tracker = Tracker(
             folder,
             tracking,
-            run_config=origin.config,
+            recorded=origin.config | self.environment,
             steps=trainer.training.steps,
             resume_step=start or None,
-            environment=self.environment,
         )
         self.step, self.started = start, datetime.now(UTC)
         lines = read_metrics(folder / "metrics.jsonl")
@@ -147,6 +146,7 @@ class Record(NullRecord):
         trainer, lines = self.trainer, read_metrics(self.folder / "metrics.jsonl")
         evaluated = [(float(line["val/loss"]), line["step"]) for line in lines if "val/loss" in line]
         best_val_loss, best_val_step = min((e for e in evaluated if math.isfinite(e[0])), default=(None, None))
+        last = {name: value for line in lines for name, value in line.items()}
         return {
             "status": status,
             "message": message,
@@ -159,9 +159,9 @@ class Record(NullRecord):
             "data_notes": self.origin.notes,
             "step": self.step,
             "steps": trainer.training.steps,
-            "train_loss": next((line["train/loss"] for line in reversed(lines) if "train/loss" in line), None),
-            "val_loss": evaluated[-1][0] if evaluated else None,
-            "val_loss_ema": next((line["val/loss_ema"] for line in reversed(lines) if "val/loss_ema" in line), None),
+            "train_loss": last.get("train/loss"),
+            "val_loss": last.get("val/loss"),
+            "val_loss_ema": last.get("val/loss_ema"),
             "best_val_loss": best_val_loss,
             "best_val_step": best_val_step,
             "target": self._target(),

@@ -1,41 +1,34 @@
 """The configuration that a run recorded, for every program that takes a run folder.
 
-The folder may come from a stranger. Only options of this recipe are read from it, and references may only name such
-options.
+The folder may come from a stranger. Only plain values of this recipe's options are read from it.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data.untrusted import UntrustedError, children
+from data.untrusted import UntrustedError
 from model.mistakes import model_mistakes
 from model.score import score_mistakes
 from recipe.errors import sentence_of
-from recipe.run.config import Config, ConfigError, keys, register
+from recipe.files import to_json
+from recipe.run.config import Config, ConfigError
 from recipe.run.removed import config_as_today, removed_options
 from recipe.run.run_folder import CONFIG, read_config_values
-
-MOST_REFERENCES = 24  # in a configuration: a chain of them takes time exponential in its length
-REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
-RESOLVER = re.compile(r"\$\{\s*(?:divide|min)\s*:\s*\d+\s*,\s*\d+\s*\}")
 
 
 def read_config(run: Path) -> Config:
     """The configuration of the run. Raises ConfigError."""
-    register()  # older runs recorded references to the resolvers of experiments
     path = run / CONFIG
     try:
         values = config_as_today(read_config_values(run))
         for sentence in removed_options(values):
             raise ConfigError(f"{path}: {sentence} Or use the version that trained the run.")
-        if (reference := foreign_reference(values)) is not None:
-            raise ConfigError(f"{path} holds {reference}, and only options of the run may be referred to; remove it.")
+        if "${" in to_json(values):
+            raise ConfigError(f"{path} holds references (${{...}}), and train.py records values; write those instead.")
         config: Config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))  # type: ignore
     except OSError as error:
         raise ConfigError(
@@ -55,23 +48,3 @@ def read_config(run: Path) -> Config:
     for flaw in flaws:
         raise ConfigError(f"{path} describes no model: {flaw}")
     return config
-
-
-def foreign_reference(value: Any) -> str | None:
-    """The first text in nested values that refers to anything but options of the recipe, or a sentence on too many.
-
-    ${seq_len} is allowed, and so are the resolvers of recipe.run.config with such references as arguments, each as a
-    whole value.
-    """
-    known, texts = set(keys()), list[str]()
-    layer = [value]
-    while layer:
-        texts += [item for item in layer if isinstance(item, str) and "${" in item]
-        layer = [child for item in layer for child in children(item)]
-    if sum(text.count("${") for text in texts) > MOST_REFERENCES:
-        return f"more than {MOST_REFERENCES} references"
-    for text in texts:
-        without_names = REFERENCE.sub(lambda match: "1" if match[1] in known else match[0], text)
-        if RESOLVER.sub("1", without_names) != "1":
-            return text
-    return None

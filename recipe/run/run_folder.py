@@ -33,8 +33,9 @@ class StillRunning(UserError, RuntimeError):
 
 
 def write_recorded(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Record a run's configuration, as plain values, and its overrides without Hydra's, such as the folder."""
-    of_recipe = [override for override in overrides if not override.startswith(("hydra.", "hydra/"))]
+    """Record a run's configuration, as plain values, and its overrides: without Hydra's, such as the folder, and those
+    with references, whose values the configuration has."""
+    of_recipe = [line for line in overrides if not line.startswith(("hydra.", "hydra/")) and "${" not in line]
     for name, content in ((CONFIG, dict(config)), (OVERRIDES, of_recipe)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / name, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

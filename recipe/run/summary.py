@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import subprocess
 from hashlib import sha256
@@ -46,10 +45,10 @@ def environment(device: torch.device, device_count: int = 1) -> dict[str, Any]:
 def git_state(folder: Path) -> dict[str, Any]:
     """The commit checked out in `folder`, whether its tracked files differ from it, and a digest of the differences and
     of the .py files that git does not know; None if git fails, or where there are none."""
-    commit, changes = git(folder, "rev-parse", "HEAD"), git(folder, "status", "--porcelain", "--untracked-files=no")
+    commit, changes = git(folder, "rev-parse", "HEAD"), git(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD")
     listed = git(folder, "ls-files", "--others", "--exclude-standard", "-z", "*.py") or ""
     unknown = [name for name in listed.split("\0") if name]
-    content = [(git(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD") or "") if changes else "", *unknown]
+    content = [changes or "", *unknown]
     content += [git(folder, "hash-object", "--", *unknown) or ""] if unknown else []
     digest = sha256("\0".join(content).encode()).hexdigest()[:8] if any(content) else None
     return {"commit": commit, "dirty": None if changes is None else bool(changes), "changes": digest}
@@ -79,19 +78,11 @@ def draw_loss_curve(records: list[dict[str, Any]], path: Path, title: str) -> No
     )
 
     def draw(figure: Figure) -> None:
-        axes, val = figure.add_subplot(), _series(records, "val/loss")
+        axes = figure.add_subplot()
         axes.plot(*_series(records, "train/loss"), color=COLOURS["muted"], linewidth=1.0, label="training")
-        axes.plot(*val, color=COLOURS["other-0"], marker="o", markersize=3.5, label="validation")
-        finite = [(loss, step) for step, loss in zip(*val, strict=True) if math.isfinite(loss)]
-        if finite:  # a validation curve leaves the space above its lowest point free
-            loss, step = min(finite)
-            lowest: dict[str, Any] = {
-                "xytext": (0, 8),
-                "textcoords": "offset points",
-                "ha": "center",
-                "color": COLOURS["other-0"],
-            }
-            axes.annotate(f"{loss:.4f}", (step, loss), **lowest)
+        axes.plot(
+            *_series(records, "val/loss"), color=COLOURS["other-0"], marker="o", markersize=3.5, label="validation"
+        )
         finish_steps(figure, axes, f"{title}: loss in nats per token")
 
     write_atomically(path, render_png(Chart("loss", title, "", draw)))

@@ -1,7 +1,6 @@
 """Records a run: metrics.jsonl, the progress line and W&B; at the end summary.json and the loss curve.
 
-    tracker = Tracker(run_folder, config.tracking, run_config=as_plain_dicts, steps=2000, resume_step=None,
-                      environment=environment(device))
+    tracker = Tracker(run_folder, config.tracking, recorded=as_plain_dicts, steps=2000, resume_step=None)
     with tracker:                                  # whatever happens, no terminal state is left behind
         tracker.log(step, {"train/loss": 2.3, ...})    # after `step` updates; metrics.jsonl first, then the rest
         tracker.print("a line above the progress bar")
@@ -68,16 +67,14 @@ class Tracker:
         run_folder: Path,
         config: TrackingConfig,
         *,
-        run_config: Mapping[str, Any],
+        recorded: Mapping[str, Any],
         steps: int,
         resume_step: int | None = None,
-        environment: Mapping[str, Any] | None = None,
     ) -> None:
         """
-        run_config   recorded in W&B as the run's configuration
+        recorded     in W&B as the run's configuration: that, and versions, device and git commit
         steps        updates of the whole run
         resume_step  the step from which it resumes; None for a new run
-        environment  versions, device and git commit, recorded with the configuration
 
         Raises TrackingError where the run folder belongs to another run.
         """
@@ -90,7 +87,6 @@ class Tracker:
         if self.metrics.warning is not None:
             self.print(f"warning: {self.metrics.warning}")
         self.wandb: WandbThread | None = None
-        recorded = {**run_config, **(environment or {})}
         if config.mode is not TrackingMode.disabled:
             self.wandb = start_wandb(run_folder, config, recorded)
 
@@ -148,13 +144,13 @@ class Tracker:
             self.print(f"{label:<12}{value}")
 
 
-def start_wandb(run_folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> WandbThread:
+def start_wandb(run_folder: Path, config: TrackingConfig, recorded: Mapping[str, Any]) -> WandbThread:
     """The W&B run of a run folder, which has the same id after a resume. Its tags are the names of its parts."""
     path = run_folder / "wandb" / "run-id"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, secrets.token_hex(4))
-    parts = [run_config[part]["name"] for part in ("attention", "score", "model", "data") if part in run_config]
+    parts = [recorded[part]["name"] for part in ("attention", "score", "model", "data") if part in recorded]
     return WandbThread(
         run_folder,
         {
@@ -165,7 +161,7 @@ def start_wandb(run_folder: Path, config: TrackingConfig, run_config: Mapping[st
             "tags": [str(part)[:LONGEST_TAG] for part in dict.fromkeys(parts)],
             "id": read_text(path),
             "resume": "allow" if config.mode is TrackingMode.online else None,
-            "config": run_config,
+            "config": recorded,
         },
     )
 
@@ -175,8 +171,8 @@ def send_again(run_folder: Path, config: TrackingConfig) -> list[str]:
     if config.mode is TrackingMode.disabled:
         return []
     summary = read_summary(run_folder)
-    recorded = {name: summary[name] for name in ENVIRONMENT if name in summary}
-    again = start_wandb(run_folder, config, {**summary.get("config", {}), **recorded})
+    environment = {name: summary[name] for name in ENVIRONMENT if name in summary}
+    again = start_wandb(run_folder, config, summary.get("config", {}) | environment)
     again.end(True, SECONDS_TO_FINISH[config.mode.value])
     return again.warnings()
 

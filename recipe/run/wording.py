@@ -17,12 +17,6 @@ from recipe.errors import UserError, fail, refusals
 from recipe.run.config import ConfigError, declared
 from recipe.run.jobs import failed_job
 
-LISTS: dict[Any, str] = {
-    list[int]: "a list of whole numbers, such as [1,2,3,4]",
-    list[float]: "a list of numbers, such as [0.5,1,2]",
-    list[str]: "a list of names, such as [a,b]",
-}
-
 
 @contextlib.contextmanager
 def one_sentence() -> Iterator[None]:
@@ -79,12 +73,8 @@ def in_words(kind: Any) -> str:
         kind, other = get_args(kind)
         if other is str:
             return "a whole number or auto"
-    if get_origin(kind) is tuple:
-        return "a list of numbers, such as [0.9,0.99]"
-    if kind in LISTS:
-        return LISTS[kind]
-    if get_origin(kind) is list:
-        return "a list with an entry for each layer, such as [{window:1024},{}]"
+    if get_origin(kind) in (list, tuple):
+        return f"a list [x,y,...], where each is {in_words(get_args(kind)[0])}"
     if get_origin(kind) is dict:
         return "a mapping, such as {name:value}"
     if issubclass(kind, Enum):

@@ -40,7 +40,7 @@ def plan(**options) -> Plan:
 
 
 def test_a_plan_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    wanted = replace(plan(), chosen={"causal": 0.006, "alibi": 0.003, "cap": 0.0015})
+    wanted = replace(plan(), chosen={"causal": 0.006, "alibi": 0.003, "cap": 0.0015}, common=["seed=${oc.env:HOME}"])
     write_plan(wanted, tmp_path)
     assert read_plan(tmp_path) == wanted
     assert read_plan(tmp_path / "elsewhere") is None
@@ -101,9 +101,12 @@ def test_a_plan_is_not_changed_afterwards(options: dict, sentence: str) -> None:
     ("change", "sentence"),
     [
         ({"format": 99}, "has format 99, and this version of the project reads format 1"),
-        ({"arms": {"causal": "score=causal"}}, r"is damaged \(arms\)"),
-        ({"looks": []}, r"is damaged \(looks\)"),
-        ({"margin": "wide"}, r"is damaged \(margin\)"),
+        ({"arms": {"causal": "score=causal"}}, r"is damaged \(Value 'score=causal' "),
+        ({"baseline": "other"}, r"is damaged \(looks, or arms, are missing\)"),
+        ({"looks": []}, r"is damaged \(looks, or arms, are missing\)"),
+        ({"sizes": {"x": dict(ARMS)}}, r"is damaged \(sizes are whole numbers\)"),
+        ({"margin": "wide"}, r"is damaged \(Value 'wide' "),
+        ({"lr": {"causal": ["${oc.env:HOME}"]}}, "is damaged .* '${oc.env:HOME}' ".replace("$", r"\$")),
     ],
 )
 def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path, change: dict, sentence: str) -> None:

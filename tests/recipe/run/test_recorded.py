@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from recipe.compare.runs import find_runs
 from recipe.files import plain
 from recipe.run import compose
 from recipe.run.config import Config, ConfigError
-from recipe.run.recorded import MOST_REFERENCES, read_config
+from recipe.run.recorded import read_config
 from recipe.run.resume import recorded_overrides, resumed
 from recipe.run.run_folder import write_recorded
 from recipe.training.checkpoint import save_checkpoint
@@ -57,10 +56,6 @@ HOSTILE = [
     "+attention._target_=os.getpid",
     "tracking.group=${oc.env:HOME}",
     "tracking.group='a ${oc.env:HOME}'",
-    "data.path=${now:%Y}",
-    "seed=${hydra:job.num}",
-    "tracking.group=${hydra.runtime.cwd}",
-    "seq_len=${divide:${oc.env:SHLVL},2}",
     "seed=1,2",
     "seed=range(1,1000000000000)",
     "~attention",
@@ -108,43 +103,18 @@ def test_every_option_and_every_file_of_conf_may_be_recorded(run: Path) -> None:
     lines = [
         "experiment=context_length", "+attention=tiled", "attention.block_q=32", "optimizer.betas=[0.8,0.9]",
         "optimizer.lr=1e-3", "data.path='my notes.txt'", 'tracking.group="a=b, c"', "experiment=null",
-        "score.layers=[{window:8},{sinks:true}]", "training.batch_size='${divide:${training.batch_tokens},${seq_len}}'",
-        "schedule.warmup_steps='${min:10,${training.steps}}'", "resume=auto", "init_from=null",
+        "score.layers=[{window:8},{sinks:true}]", "resume=auto", "init_from=null",
     ]  # fmt: skip
     record(run, *lines)
     assert [override.input_line for override in recorded_overrides(run)] == lines
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("tracking.group", "${oc.env:HOME}"),
-        ("data.path", "${oc.decode:'1'}"),
-        ("seed", "${hydra:job.num}"),
-        ("tracking.group", "${data.hub}${data.hub}"),
-        ("seed", "${_target_}"),
-        ("score.layers", [{"window": "${oc.env:SHLVL}"}, {}]),
-    ],
-)
-def test_a_recorded_configuration_may_only_refer_to_its_options(run: Path, name: str, value: object) -> None:
+@pytest.mark.parametrize("value", ["${oc.env:HOME}", [{"window": "${oc.env:SHLVL}"}, {}], "${" * 99], ids=str)
+def test_a_reference_in_a_recorded_configuration_is_refused(run: Path, value: object) -> None:
     config = plain(Config())
-    group, _, option = name.rpartition(".")
-    (config[group] if group else config)[option] = value
+    config["score"]["layers"] = value
     (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
-    with pytest.raises(ConfigError, match=r"config\.yaml holds \$.*, and only options of the run may be referred to"):
-        read_config(run)
-
-
-def test_references_that_double_with_each_step_end_in_time(run: Path) -> None:
-    config = plain(Config())
-    chain = [f"training.{n}" for n in ("steps", "log_every", "eval_every", "eval_batches", "checkpoint_every")]
-    chain += ["training.keep_last", "training.sample_tokens", "training.batch_size", "seq_len", "seed"]
-    for name, following in itertools.pairwise(chain):
-        group, _, option = name.rpartition(".")
-        (config[group] if group else config)[option] = f"${{min:${{{following}}},${{{following}}}}}"
-    assert yaml.safe_dump(config).count("${") > MOST_REFERENCES
-    (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
-    with pytest.raises(ConfigError, match="holds more than 24 references"):
+    with pytest.raises(ConfigError, match=r"config\.yaml holds references .*, and train\.py records values"):
         read_config(run)
 
 
@@ -187,7 +157,7 @@ def test_a_configuration_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     config = compose.to_config(
         compose.composed([*overrides, "seq_len=64", "tracking.group='déjà: vu'", "optimizer.lr=1e-5"])
     )
-    write_recorded(tmp_path, plain(config), overrides)
+    write_recorded(tmp_path, plain(config), [*overrides, "seq_len='${min:64,${training.steps}}'"])
     assert plain(read_config(tmp_path)) == plain(config)
     assert "${" not in (tmp_path / ".hydra" / "config.yaml").read_text()
     assert yaml.safe_load((tmp_path / ".hydra" / "overrides.yaml").read_text()) == overrides

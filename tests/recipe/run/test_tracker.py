@@ -35,7 +35,7 @@ def strict(line: str) -> dict[str, Any]:
 
 
 def track(folder: Path, resume_step: int | None = None) -> Tracker:
-    return Tracker(folder, DISABLED, run_config={}, steps=100, resume_step=resume_step)
+    return Tracker(folder, DISABLED, recorded={}, steps=100, resume_step=resume_step)
 
 
 def log_steps(file: MetricsFile, count: int) -> None:

@@ -73,7 +73,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def track(folder: Path, resume_step: int | None = None, mode: TrackingMode = TrackingMode.offline) -> Tracker:
     config = TrackingConfig(mode=mode, project="p", group="g")
-    return Tracker(folder, config, run_config={"seed": 1}, steps=4, resume_step=resume_step, environment={"git": "c"})
+    return Tracker(folder, config, recorded={"seed": 1, "git": "c"}, steps=4, resume_step=resume_step)
 
 
 def test_wandb_holds_what_the_run_folder_holds(tmp_path: Path, wandb: StandIn, capsys: Any) -> None:
@@ -109,7 +109,7 @@ def test_the_names_and_tags_in_wandb_tell_the_runs_of_a_sweep_apart(tmp_path: Pa
     swept = [["experiment=wall", f"attention={name}", f"seq_len={n}"] for name in ("naive", "tiled") for n in (64, 128)]
     write_manifest(tmp_path, [Job(n, tuple(lines), tmp_path / str(n)) for n, lines in enumerate(swept)])
     parts = {"attention": {"name": "tiled"}, "score": {"name": "causal"}, "model": {"name": "tiny"}}
-    with Tracker(tmp_path / "3", TrackingConfig(), run_config=parts, steps=1) as tracker:
+    with Tracker(tmp_path / "3", TrackingConfig(), recorded=parts, steps=1) as tracker:
         tracker.finish({})
     (options,) = wandb.of("init")
     assert (options["name"], options["tags"]) == ("3 tiled seq_len=128", ["tiled", "causal", "tiny"])
@@ -198,7 +198,7 @@ tracking.SECONDS_TO_FINISH = {"online": 20.0}
 
 def program():
     config = tracking.TrackingConfig(mode=tracking.TrackingMode.online)
-    with tracking.Tracker(Path(sys.argv[1]), config, run_config={"seed": 1}, steps=4) as tracker:
+    with tracking.Tracker(Path(sys.argv[1]), config, recorded={"seed": 1}, steps=4) as tracker:
         for step in range(3):
             tracker.log(step, {"train/loss": 1.0, "parity/worst_parameter": "w"})
         if "stop" in sys.argv:
