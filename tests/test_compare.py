@@ -130,22 +130,22 @@ class FakeWandb(SimpleNamespace):
     """Records what a run is asked, as wandb would be."""
 
     def __init__(self) -> None:
-        super().__init__(options={}, files=[], finished=False, Settings=dict, Artifact=self.artifact)
+        super().__init__(options={}, files=[], finished=False, step=0, Settings=dict, Artifact=self.artifact)
 
     def artifact(self, name: str, type: str) -> Any:
         return SimpleNamespace(name=name, type=type, add_file=self.files.append)
 
     def init(self, **options: Any) -> Any:
         self.options = options
-        url = "https://wandb.example/run" if options["mode"] == "online" else None
-        folder = str(Path(options["dir"], "offline-run-1", "files"))
-        return SimpleNamespace(url=url, dir=folder, log_artifact=self.log_artifact, finish=self.finish)
+        self.url = "https://wandb.example/run" if options["mode"] == "online" else None
+        self.dir = str(Path(options["dir"], "offline-run-1", "files"))
+        return self
 
     def log_artifact(self, artifact: Any) -> None:
         self.logged = artifact.name
 
-    def finish(self) -> None:
-        self.finished = True
+    def finish(self, exit_code: int) -> None:
+        self.finished = exit_code == 0
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
@@ -172,21 +172,22 @@ def test_a_wandb_that_fails_costs_a_sentence(sweep: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=dict, init=refuse))
     said = publish.publish(compare.find_runs([sweep]).runs, sweep, "online")
-    assert "W&B could not take the report (RuntimeError: no such server)" in said
+    assert said.endswith("W&B has stopped (RuntimeError: no such server); the report on disk is complete.")
 
 
 def test_a_wandb_that_hangs_costs_a_limited_time(sweep: Path, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process, too, ends: W&B's own threads do not hold it."""
     monkeypatch.setattr(publish, "LIMIT", 0.1)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=lambda **_: threading.Event().wait(100)))
-    assert publish.publish(compare.find_runs([sweep]).runs, sweep, "online").startswith("W&B did not answer for 0.1 s")
+    said = publish.publish(compare.find_runs([sweep]).runs, sweep, "online")
+    assert said == "W&B has stopped (it did not finish within 0.1 s); the report on disk is complete."
     (sweep.parent / "wandb.py").write_text(
         "import atexit, time\natexit.register(time.sleep, 100)\ndef Settings(**_): raise RuntimeError('no server')\n"
     )
     command = [sys.executable, str(ROOT / "compare.py"), str(sweep), "wandb=online"]
     monkeypatch.setenv("PYTHONPATH", str(sweep.parent), prepend=os.pathsep)
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert "W&B could not take the report (RuntimeError: no server)" in done.stdout
+    assert "W&B has stopped (RuntimeError: no server); the report on disk is complete." in done.stdout
 
 
 def test_wandb_is_asked_as_the_runs_asked_it(tmp_path: Path) -> None:

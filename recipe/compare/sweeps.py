@@ -143,8 +143,8 @@ def _attention_options(run: Run) -> dict[str, Any]:
 def cells_of(runs: Sequence[Run]) -> list[Cell]:
     """Runs that may be compared step by step, in order of their sequence length.
 
-    A run that was killed recorded neither device nor precision, and its settings have unresolved references. It belongs
-    to the runs with the same other settings, if these agree with each other.
+    A run that was killed recorded neither device nor precision. It belongs to the runs with the same other settings, if
+    these agree with each other.
     """
     groups: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.device == UNKNOWN):
@@ -162,7 +162,7 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
 
 def _same_where_known(killed: Mapping[str, str], other: Mapping[str, str]) -> bool:
     """Whether the settings that a killed run recorded equal the other's."""
-    known = {n for n, value in killed.items() if "${" not in value} - {"device", "devices", "training.precision"}
+    known = killed.keys() - {"device", "devices", "training.precision"}
     return all(killed[name] == other.get(name) for name in known)
 
 

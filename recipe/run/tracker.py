@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -139,7 +140,7 @@ class Tracker:
     def _print_location(self) -> None:
         lines = {"run folder": self.run_folder, "metrics": "metrics.jsonl, summary.json", "loss curve": "loss.png"}
         if self.wandb is not None and self.wandb.location is not None:
-            lines["W&B"] = self.wandb.location if self.wandb.online else f"wandb sync {self.wandb.location}"
+            lines["W&B"] = self.wandb.location
         for label, value in lines.items():
             self.print(f"{label:<12}{value}")
 
@@ -163,7 +164,17 @@ def start_wandb(run_folder: Path, config: TrackingConfig, recorded: Mapping[str,
             "resume": "allow" if config.mode is TrackingMode.online else None,
             "config": recorded,
         },
+        partial(add_files, run_folder),
     )
+
+
+def add_files(run_folder: Path, run: Any, step: int) -> None:
+    """Add the summary, without what the W&B run's configuration has, and the loss curve."""
+    import wandb  # takes a second
+
+    known = ("config", *ENVIRONMENT)
+    run.summary.update({"summary": {k: v for k, v in read_summary(run_folder).items() if k not in known}})
+    run.log({"figures/loss": wandb.Image(str(run_folder / "loss.png"))}, step=step)
 
 
 def send_again(run_folder: Path, config: TrackingConfig) -> list[str]:

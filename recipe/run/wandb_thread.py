@@ -1,4 +1,4 @@
-"""Weights & Biases in a thread of the run, which sends it the lines of metrics.jsonl.
+"""Weights & Biases in a thread, which sends it the lines of a folder's metrics.jsonl.
 
 `wandb.init`, `log` and `finish` may fail, and where W&B's service stops answering they wait forever (wandb 0.31.0).
 Here only the thread calls them. The run puts lines into a queue of bounded length, and never waits: a service that
@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from data.untrusted import parse_json
 from recipe.files import plain
 from recipe.run import process
 from recipe.run.metrics import read_metrics
@@ -29,17 +28,25 @@ Line = tuple[int, Mapping[str, Any]]  # the step and its metrics
 
 
 class WandbThread:
-    """A W&B run of a run folder.
+    """A W&B run of a folder.
 
-    location  of the W&B run: its address, or its folder where it is offline; None until it has started
-    online    whether it is on W&B's server
+    location  of the W&B run: its address, or the command that uploads it; None until it has started
     """
 
-    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
-        """`options`: keyword arguments of wandb.init, plain values."""
-        self.folder, self.options = folder, options
+    def __init__(
+        self,
+        folder: Path,
+        options: dict[str, Any],
+        add_files: Callable[[Any, int], None],
+        without: str = "metrics.jsonl continues and holds everything",
+    ) -> None:
+        """
+        options    keyword arguments of wandb.init, plain values
+        add_files  adds to the W&B run, at a step, what is complete at the end
+        without    what is there where W&B fails
+        """
+        self.folder, self.options, self._add_files, self._without = folder, options, add_files, without
         self.location: str | None = None
-        self.online = options["mode"] == "online"
         self._failed = self._ended = False
         self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._lines: queue.Queue[Line | bool] = queue.Queue(MOST_WAITING)  # True or False: complete or broken off
@@ -77,7 +84,7 @@ class WandbThread:
     def _fail(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            self._warnings.put(f"W&B has stopped ({reason}); metrics.jsonl continues and holds everything.")
+            self._warnings.put(f"W&B has stopped ({reason}); {self._without}.")
 
     def _work(self, earlier: list[Line]) -> None:
         try:
@@ -106,24 +113,13 @@ class WandbThread:
         try:
             run = wandb.init(**start)
         except Exception as error:  # no key, no network, no quota, no such project
-            if not self.online:
+            if start["mode"] != "online":
                 raise
-            self.online = False
             reason = one_line(error)
             self._warnings.put(f"W&B records offline, because its server could not be used ({reason}).")
             run = wandb.init(**start | {"mode": "offline", "resume": None})
-        self.location = run.url if self.online else str(Path(run.dir).parent.resolve())
+        self.location = run.url or f"wandb sync {Path(run.dir).parent.resolve()}"
         return run
-
-    def _add_files(self, run: Any, step: int) -> None:
-        """The summary and the loss curve."""
-        import wandb
-
-        summary = parse_json((self.folder / "summary.json").read_bytes())
-        configured = {"config": summary.get("config"), **self.options["config"]}  # the W&B run has these already
-        more = {k: v for k, v in summary.items() if k not in configured or v != configured[k]}
-        run.summary.update({"summary": more})
-        run.log({"figures/loss": wandb.Image(str(self.folder / "loss.png"))}, step=step)
 
 
 def one_line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -179,11 +178,6 @@ def test_a_killed_run_joins_those_it_shares_its_settings_with(tmp_path: Path) ->
     (write_run(tmp_path / "b", "flash") / "summary.json").unlink()
     (cell,) = cells_of(find_runs([tmp_path]).runs)
     assert cell.labels() == ["naive", "flash"]
-    killed = tmp_path / "b" / ".hydra" / "config.yaml"
-    config = json.loads(killed.read_text())
-    config["training"]["batch_size"] = "${divide:${training.batch_tokens},${seq_len}}"
-    killed.write_text(json.dumps(config))
-    assert len(cells_of(find_runs([tmp_path]).runs)) == 1
     write_run(tmp_path / "c", "naive", device="cpu")  # now the killed run's device is ambiguous
     assert len(cells_of(find_runs([tmp_path]).runs)) == 3
 
