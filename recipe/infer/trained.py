@@ -202,15 +202,11 @@ def load_weights(model: GPT, run: Path, choice: ModelChoice) -> Path:
     chosen = {name.removeprefix(prefix): value for name, value in chosen.items()}
     embedding = chosen.get("wte.weight", torch.zeros(0, 1))
     tokens = int(embedding.any(dim=1).sum())  # padding is zero
-    if tokens != model.vocab_size and not (run / FILE).exists():
-        raise ConfigError(
-            f"The model of {path} has {tokens} tokens and its task now {model.vocab_size}; train it again with this "
-            "version."
-        )
     if tokens != model.vocab_size and model.config.vocab_size is None:
+        of_data = run / FILE if (run / FILE).exists() else "The run's task"
         raise ConfigError(
-            f"{run / 'tokenizer.json'} has {model.vocab_size} tokens and the model of {path} has {tokens}; put this "
-            "run's tokenizer back."
+            f"{of_data} has {model.vocab_size} tokens and the model of {path} has {tokens}; put this run's tokenizer "
+            "back, or train again."
         )
     try:
         model.load_state_dict(chosen)

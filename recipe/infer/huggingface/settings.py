@@ -69,7 +69,7 @@ def read_settings(content: dict[str, Any], source: str) -> Settings:
     values: dict[str, Any] = {option: content.get(key, family.defaults.get(key)) for option, key in family.keys.items()}
     for option in ("n_layers", "n_heads", "n_embd", "vocab_size", *(["mlp_width"] if kind != "gpt2" else [])):
         values[option] = number(content, family.keys[option], values[option], source)
-    values["norm_eps"] = positive(content, family.keys["norm_eps"], values["norm_eps"], source)
+    values["norm_eps"] = number(content, family.keys["norm_eps"], values["norm_eps"], source, float)
     key = "n_positions" if kind == "gpt2" else "max_position_embeddings"
     longest = number(content, key, family.defaults.get(key), source)
     values["tied"] = bool(values.get("tied", GPTConfig.tied))
@@ -82,20 +82,13 @@ def read_settings(content: dict[str, Any], source: str) -> Settings:
     return Settings(family, model, score(family, content, model.n_layers, source), longest)
 
 
-def number(content: dict[str, Any], key: str, default: Any, source: str) -> int:
-    """A whole number of config.json. Raises WeightsError."""
+def number(content: dict[str, Any], key: str, default: Any, source: str, kind: type[float] = int) -> Any:
+    """A number above 0 of config.json, whole or of another kind. Raises WeightsError."""
     value = content.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise WeightsError(f"init_from={source} has {key}={value} in config.json, where a whole number has to be.")
-    return value
-
-
-def positive(content: dict[str, Any], key: str, default: Any, source: str) -> float:
-    """A number above 0 of config.json. Raises WeightsError."""
-    value = content.get(key, default)
-    if not isinstance(value, int | float) or value <= 0:
-        raise WeightsError(f"init_from={source} has {key}={value} in config.json, where a number above 0 has to be.")
-    return float(value)
+    if not isinstance(value, int | kind) or isinstance(value, bool) or value <= 0:
+        needed = "whole number" if kind is int else "number above 0"
+        raise WeightsError(f"init_from={source} has {key}={value} in config.json, where a {needed} has to be.")
+    return kind(value)
 
 
 def biases(family: Family, content: dict[str, Any], source: str) -> dict[str, Any]:
@@ -130,8 +123,8 @@ def rotary(content: dict[str, Any], longest: int, source: str) -> dict[str, Any]
             f"init_from={source} has rope_type={kind} without {listed(absent)}; write it into config.json."
         )
     return {
-        "rope_base": positive(content | rope, "rope_theta", 10_000.0, source),
-        "rope_fraction": positive(content | rope, "partial_rotary_factor", 1.0, source),
+        "rope_base": number(content | rope, "rope_theta", 10_000.0, source, float),
+        "rope_fraction": number(content | rope, "partial_rotary_factor", 1.0, source, float),
         "rope_scaling": RopeScaling(kinds[kind], **scaling),
     }
 
