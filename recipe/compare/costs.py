@@ -181,17 +181,18 @@ def ranking(sweep: Sweep) -> list[Ranked]:
 
 
 def _ranked(point: Point, lowest: Point, level: float, several: bool) -> Ranked:
+    assert point.loss
+    assert lowest.loss
     pairs = pairs_of(point.cell.of(point.label), lowest.cell.of(lowest.label))
     losses = [(run.final(lowest.metric), other.final(lowest.metric)) for run, other in pairs.values()]
     gaps = [ours - theirs for ours, theirs in losses if ours is not None and theirs is not None]
-    mean = (point.loss.mean if point.loss else math.nan) - (lowest.loss.mean if lowest.loss else math.nan)
     test = paired(gaps) if len(gaps) > 1 else None
     where = ", ".join(point.cell.where)
     return Ranked(
         name=f"{point.label}, {where}" if several and where else where or point.label,
         point=point,
         seeds=len(gaps) or 1,
-        difference=float(test.mean) if test else mean,
+        difference=float(test.mean) if test else point.loss.mean - lowest.loss.mean,
         interval=test.interval(level) if test else None,
         equal=equal_to_the_bit(pairs),
     )

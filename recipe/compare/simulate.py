@@ -1,7 +1,7 @@
 """How often the arena and the referee are wrong, and how often they find a gain, on differences that are drawn.
 
     python -m recipe.compare.simulate            prints the table "Is it right?" of docs/arena.md
-    python -m recipe.compare.simulate referee    prints those of docs/referee.md, in half an hour
+    python -m recipe.compare.simulate referee    prints those of docs/referee.md, in an hour
 
 Every look that a plan has is taken, and every arm judged at the level of Holm's procedure, as compare.py does. Edits
 are judged by the functions that the referee uses, many nights at once. A gain is in deviations of a pair.
@@ -30,7 +30,6 @@ from recipe.compare.statistics import (
     judge,
     log_evidence,
     log_limit,
-    log_two_sided,
     outlier,
     paired,
     seeds_needed,
@@ -113,9 +112,7 @@ def night(
             prior = Calibration(*(part[running] for part in calibration))
             over = hopeless(gains, prior)
             if n > 1:
-                near = np.flatnonzero(~over & (log_two_sided(gains, prior) + math.log(2) >= limit[running]))
-                close = Gains(n, gains.mean[near], gains.squares[near])
-                won = near[log_evidence(close, Calibration(*(part[near] for part in prior))) >= limit[running[near]]]
+                won = ~over & (log_evidence(gains, prior) >= limit[running])
                 keeps[running[won], number - 1] = over[won] = True
             running, gains = running[~over], Gains(n, gains.mean[~over], gains.squares[~over])
             if not len(running):
@@ -155,8 +152,9 @@ def arena_table() -> str:
             ("the same, of those without a warning", plateaus_unseen, 1, (6,)),
         )
     ]  # fmt: skip
-    better = verdicts(lambda generator, *size: generator.normal(-MARGIN, size=size), needed).count(Verdict.better)
-    row = [f"better by the margin, {needed} seeds", f"1 x {needed}", share(better / SWEEPS), f"{100 * POWER:g} %"]
+    low, high = paired(np.random.default_rng(2).normal(-MARGIN, size=(SWEEPS, needed))).interval(ALPHA)
+    found = [judge(interval, MARGIN) for interval in zip(low, high, strict=True)].count(Verdict.better)
+    row = [f"better by the margin, {needed} seeds", f"1 x {needed}", share(found / SWEEPS), f"{100 * POWER:g} %"]
     lines.append([*row, "", ""])
     head = [
         "differences",
@@ -206,12 +204,6 @@ def coverage(draw: Draw, seeds: int) -> float:
     """The share of 95 % intervals that hold 0, the mean of what is drawn."""
     low, high = paired(draw(np.random.default_rng(1), SWEEPS, 1, seeds)).interval(ALPHA)
     return float(np.mean((low <= 0) & (high >= 0)))
-
-
-def verdicts(draw: Draw, seeds: int) -> list[Verdict]:
-    """The verdict on one arm in each sweep, with a margin of MARGIN."""
-    low, high = paired(draw(np.random.default_rng(2), SWEEPS, 1, seeds)[:, 0]).interval(ALPHA)
-    return [judge(interval, MARGIN) for interval in zip(low, high, strict=True)]
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ _WITH_LENGTH = (
     "seq_len", "training.batch_size", "training.batch_tokens", "training.steps", "training.eval_batches",
     "schedule.warmup_steps",
 )  # fmt: skip
+_OF_MACHINE = ("device", "devices", "training.precision")
 
 
 def by_seed(runs: Iterable[Run]) -> dict[int, Run]:
@@ -146,24 +147,17 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
     A run that was killed recorded neither device nor precision. It belongs to the runs with the same other settings, if
     these agree with each other.
     """
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, dict[tuple[str, ...], list[Run]]] = {}  # by the settings, then by the machine
     for run in sorted(runs, key=lambda run: run.device == UNKNOWN):
         key = comparison_key(run)
-        if run.device == UNKNOWN:
-            alike = [members for members in groups.values() if _same_where_known(key, comparison_key(members[0]))]
-            if len(alike) == 1:
-                alike[0].append(run)
-                continue
-        groups.setdefault(json.dumps(key), []).append(run)
+        machine = tuple(key.pop(name) for name in _OF_MACHINE)
+        alike = groups.setdefault(json.dumps(key), {})
+        if run.device == UNKNOWN and len(alike) == 1:
+            machine = next(iter(alike))
+        alike.setdefault(machine, []).append(run)
     labels = labels_of(runs)
-    cells = [Cell(tuple(members), labels) for members in groups.values()]
+    cells = [Cell(tuple(members), labels) for alike in groups.values() for members in alike.values()]
     return sorted(cells, key=lambda cell: cell.seq_len)
-
-
-def _same_where_known(killed: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether the settings that a killed run recorded equal the other's."""
-    known = killed.keys() - {"device", "devices", "training.precision"}
-    return all(killed[name] == other.get(name) for name in known)
 
 
 def sweeps_of(runs: Sequence[Run]) -> list[Sweep]:

@@ -137,12 +137,9 @@ def choose(plan: Plan, folder: Path) -> dict[str, float]:
             raise SweepError(f"{job.folder} has no result, so no learning rate can be chosen; start the sweep again.")
         assert run.lr is not None
         losses.setdefault((run.arm, run.lr), []).append(final_loss(job.summary()))
-    chosen = {}
-    for arm, rates in plan.lr.items():
-        means = {lr: statistics.fmean(losses.get((arm, lr), [0.0])) for lr in rates}
-        if rates:
-            chosen[arm] = min(means, key=lambda lr: (means[lr], lr))  # where all diverge, the lowest
-    return chosen
+    means = sorted((statistics.fmean(of_seeds), lr, arm) for (arm, lr), of_seeds in losses.items())
+    chosen = {arm: rates[0] for arm, rates in plan.lr.items() if rates}
+    return chosen | {arm: lr for _, lr, arm in reversed(means)}  # where all diverge, the lowest
 
 
 def final_loss(summary: dict[str, Any]) -> float:

@@ -108,13 +108,12 @@ def choice_mistakes(group: str, value: Any) -> Iterator[str]:
     files = sorted(choices()[group])
     if value is None and group in OPTIONAL:
         return
-    if not isinstance(value, str):
-        yield f"{group}={as_typed(value)} has to name a file of conf/{group}/; single values are {group}.<name>=..."
-    elif value not in files and not (group == "attention" and is_in_file(value)):
-        hint = suggestion(value, files) or "."
-        if group == "data" and value and Path(value).exists():
-            hint = f"; to train on your text, use data=text data.path={value}."
-        yield f"{group}={value} is not known; choose one of {', '.join(files)}{hint}"
+    name = str(value)
+    if name not in files and not (group == "attention" and is_in_file(name)):
+        hint = suggestion(name, files) or "."
+        if group == "data" and name and Path(name).exists():
+            hint = f"; to train on your text, use data=text data.path={name}."
+        yield f"{group}={as_typed(value)} is not known; choose one of {', '.join(files)}{hint}"
 
 
 def fits(key: str, value: Any) -> bool:
