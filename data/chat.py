@@ -137,22 +137,19 @@ def read_template(tokenizer: str) -> ChatTemplate:
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         if (folder / TEMPLATE).exists():
             source = read_text(folder / TEMPLATE, RECORD)
-        named = {name: config.get(name) for name in SPECIAL_TOKENS}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if not isinstance(source, str):
+            raise DataError(
+                f"{folder} has no chat template, neither in {CONFIG} nor as {TEMPLATE}; put one there, for instance "
+                "from the model's chat version, or train on plain text with data=text."
+            )
+        named = {name: token for name in SPECIAL_TOKENS if (token := config.get(name))}
+        tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+        template = ChatTemplate(source, tokens)
+        template._template  # noqa: B018 (compiles it)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, jinja2.TemplateError) as error:
         raise DataError(
             f"the chat template in {folder} cannot be read ({brief(error)}); copy or fetch its {CONFIG} again."
         ) from error
-    if not isinstance(source, str):
-        raise DataError(
-            f"{folder} has no chat template, neither in {CONFIG} nor as {TEMPLATE}; put one there, for instance from "
-            "the model's chat version, or train on plain text with data=text."
-        )
-    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
-    template = ChatTemplate(source, tokens)
-    try:
-        template._template  # noqa: B018 (compiles it)
-    except jinja2.TemplateError as error:
-        raise DataError(f"the chat template in {folder} cannot be read ({brief(error)}); repair it.") from error
     return template
 
 

@@ -14,7 +14,6 @@ from data.errors import DataError
 from data.files import pieces
 from data.tokenizers import (
     as_encoding,
-    bpe_tokenizer,
     bytes_tokenizer,
     encoder,
     gpt2_tokenizer,
@@ -70,13 +69,6 @@ def test_bpe_in_tiktoken_is_the_bpe_that_was_learned_on_real_and_on_random_text(
         assert tokens == learned.encode(text, add_special_tokens=False).ids
         assert encoder(tokenizer)(text).tolist() == tokens
         assert tokenizer.decode(tokens) == text
-
-
-def test_bpe_learns_the_same_tokens_again():
-    texts = [inspect.getsource(argparse), inspect.getsource(inspect)]
-    first, second = (bpe_tokenizer(iter(texts), 500) for _ in range(2))
-    assert first._mergeable_ranks == second._mergeable_ranks
-    assert (first.n_vocab, first.eot_token) == (500, 499)
 
 
 def test_pieces_of_a_file_have_the_tokens_of_the_whole(learned, tmp_path):

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, Score, build_attention
-from attention.dropout import DropoutKey
 from data.batches import Batch
 from mixers import MixerError
 from mixers.layers import LinearAttention, Mamba2
 from model.attention import SelfAttention
 from model.counting import flops_per_token
-from model.gpt import GPT, Computation
+from model.gpt import GPT
 from model.mistakes import model_mistakes
-from model.options import GPTConfig, Mixing, Positions, Recompute
+from model.options import GPTConfig, Mixing, Positions
 from model.score import ScoreConfig
 from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.world import World
@@ -69,20 +68,6 @@ def test_a_document_of_a_packed_row_is_what_it_is_alone(layers: list[str]) -> No
     packed = model(tokens, document_starts=starts)
     for begin, end in bounds:
         torch.testing.assert_close(packed[:, begin:end], model(tokens[:, begin:end]), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("recompute", [Recompute.attention, Recompute.block])
-def test_recomputation_changes_no_bit(recompute: Recompute) -> None:
-    plain, again = (
-        build(replace(HYBRID, dropout=0.25), dropout=0.25, computation=Computation(kind))
-        for kind in (Recompute.none, recompute)
-    )
-    for model in (plain, again):
-        model(*drawn(), dropout_key=DropoutKey(seed=1, step=2, layer=0, first_sequence=0)).backward()
-    for expected, found in zip(plain.parameters(), again.parameters(), strict=True):
-        assert expected.grad is not None
-        assert found.grad is not None
-        assert torch.equal(found.grad, expected.grad)
 
 
 def trainer(layers: list[str], compile: bool = False) -> Trainer:

@@ -149,7 +149,10 @@ def test_compiled_into_one_graph_a_step_is_the_same():
                 torch.testing.assert_close(compiled, plain)
 
 
-@pytest.mark.parametrize("config", PARTS.values(), ids=PARTS)
+HYBRID = GPTConfig(n_layers=2, n_heads=4, n_embd=32, positions=Positions.rotary, layers=["gdn", "attention"])
+
+
+@pytest.mark.parametrize("config", [*PARTS.values(), HYBRID], ids=[*PARTS, "mixers"])
 def test_recomputation_changes_no_bit(config):
     inputs, targets = tokens()
     after = further(inputs, targets) if config.mtp else None
@@ -236,12 +239,20 @@ def test_a_vocabulary_may_be_larger_than_the_tokenizers():
         build(replace(GEMMA, vocab_size=40))
 
 
+SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
 ROTARY = GPTConfig(n_layers=4, n_heads=4, n_embd=32, positions=Positions.rotary)
 
 
 @pytest.mark.parametrize(
     ("config", "change", "sentence"),
     [
+        (SMALL, {"n_embd": 30}, r"model.n_embd=30 is not a multiple of model.n_heads=4; choose .* among 1, 2, 3"),
+        (SMALL, {"n_kv_heads": 3}, r"model.n_heads=4 is not a multiple of model.n_kv_heads=3; .* among 1, 2, 4\."),
+        (SMALL, {"n_kv_heads": 0}, r"model.n_kv_heads=0"),
+        (SMALL, {"n_layers": 0}, r"model.n_layers=0 must be at least 1"),
+        (SMALL, {"dropout": 1.0}, r"model.dropout=1.0 must be 0 or between 1/256 and 255/256"),
+        (SMALL, {"dropout": 0.001}, r"model.dropout=0.001 must be 0 or between"),
+        (SMALL, {"n_embd": 36, "positions": Positions.rotary}, r"heads of 9 channels .* use model.positions=learned"),
         (LLAMA, {"mlp_width": 0}, r"model.mlp_width=0 must be at least 1\."),
         (LLAMA, {"head_dim": 7}, r"heads of 7 channels \(model.head_dim=7\) are odd"),
         (LLAMA, {"logit_cap": -1.0}, r"model.logit_cap=-1.0 must be above 0, or null\."),

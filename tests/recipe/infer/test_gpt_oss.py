@@ -1,11 +1,7 @@
-"""A model can have the attention of gpt-oss: grouped heads of 64, biases, sinks, windows in every other layer and YaRN.
-
-Its experts are refused by name."""
+"""A model can have gpt-oss's attention: grouped heads of 64, biases, sinks, windows in every other layer and YaRN."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +15,6 @@ from model.blocks import Block
 from model.gpt import GPT
 from model.options import AttentionBias, GPTConfig, Norm, Positions, RopeScaling, Scaling
 from model.score import ScoreConfig
-from recipe.infer.huggingface.settings import WeightsError, read_settings
 
 transformers = pytest.importorskip("transformers")
 
@@ -110,9 +105,3 @@ def test_each_layers_attention_equals_that_of_transformers_and_needs_the_window_
         without = built("naive", score)
         attention_of(without, 0).load_state_dict(weights, strict=False)
         assert (attended(without, 0, inputs[0]) - outputs[0]).abs().max() > 1e-2
-
-
-def test_a_folder_of_gpt_oss_is_refused_for_its_experts() -> None:
-    content = json.loads(transformers.GptOssConfig(**THEIRS).to_json_string())
-    with pytest.raises(WeightsError, match=r"is a model of type gpt_oss with experts \(num_local_experts=2\)"):
-        read_settings(content, str(Path("gpt-oss-20b")))

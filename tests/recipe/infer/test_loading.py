@@ -62,15 +62,6 @@ def tokens() -> Tensor:
 
 
 @torch.no_grad()
-def test_loaded_weights_give_the_logits_of_transformers(gpt2, folder):
-    model = build()
-    load_gpt2(model, str(folder))
-    theirs = gpt2(tokens()).logits
-    assert theirs.std() > 0.5
-    torch.testing.assert_close(model(tokens()), theirs, rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
 def test_a_shorter_model_takes_the_first_positions(gpt2, folder):
     model = build(seq_len=8)
     load_gpt2(model, str(folder))
@@ -84,6 +75,7 @@ def test_a_shorter_model_takes_the_first_positions(gpt2, folder):
         ({"config": replace(CONFIG, n_embd=128)}, r"set model.n_embd=64\."),
         ({"config": replace(CONFIG, positions=Positions.rotary)}, r"set model.positions=learned\."),
         ({"vocab_size": 257}, r"487 tokens, and the data's tokenizer 257; GPT-2's own is data.tokenizer=gpt2\."),
+        ({"config": replace(CONFIG, mlp_width=7)}, r"set model.mlp_width=256\."),
         ({"seq_len": 64}, r"32 positions, fewer than seq_len=64"),
     ],
 )
@@ -136,6 +128,7 @@ def test_a_token_without_a_row_is_named_with_its_number(folder, tmp_path, words,
         ({"model_type": "mixtral", "num_local_experts": 8}, r"type mixtral with experts \(num_local_experts=8\)"),
         ({"model_type": "llama", "hidden_size": 64}, "has num_hidden_layers=None"),
         ({"model_type": "llama", "hidden_act": "relu"}, "has hidden_act=relu; a model here computes hidden_act=silu"),
+        ({"model_type": "gpt2", "activation_function": "relu"}, "has activation_function=relu; a model here computes"),
         ({"model_type": "llama", "quantization_config": {"bits": 4}}, "has a quantization_config"),
         (LLAMA | {"mlp_bias": True}, "mlp_bias=true and attention_bias=false"),
         (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "has rope_type=dynamic"),
@@ -169,17 +162,6 @@ def test_a_file_a_run_and_a_folder_that_is_not_there_are_named(folder, tmp_path)
     ):
         (sentence,) = folder_mistakes(str(source), CONFIG, (), 16, "bpe")
         assert named in sentence
-
-
-def test_a_gpt2_that_computes_something_else_is_refused(folder, tmp_path):
-    config = json.loads((folder / "config.json").read_text())
-    for change, named in (
-        ({"activation_function": "relu"}, "activation_function=relu"),
-        ({"n_inner": 7}, "set model.mlp_width=7"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(WeightsError, match=named):
-            load_gpt2(build(), str(tmp_path))
 
 
 def test_missing_damaged_and_pickled_weights_are_named(folder, tmp_path):

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -287,23 +286,6 @@ def test_a_full_disk_says_to_free_some_space_and_an_interrupt_leaves_nothing_hal
     assert_nothing_changed(tmp_path / "checkpoints")
     with pytest.raises(CheckpointError, match=r"Free some space, and train again\.$"):
         save(tmp_path / "other" / "checkpoints", 100)  # from which nothing could continue
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_kill_in_the_middle_of_a_file_leaves_what_was_there(tmp_path: Path) -> None:
-    save(tmp_path, 100, val_loss=2.0)
-    save(tmp_path, 200, val_loss=1.0)
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # now exceeding the limit kills
-        with files_limited_to(900):
-            save(tmp_path, 300)
-        os._exit(0)
-    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-    assert (tmp_path / ".partial-step-00000300").is_dir()
-    assert is_state(load_checkpoint(newest_valid(tmp_path)[0]), 200)
-    save(tmp_path, 300, keep_last=3)
-    assert names(tmp_path) == {"step-00000100", "step-00000200", "step-00000300", "best"}
 
 
 def test_a_kill_and_then_a_failing_save_leave_the_checkpoint_that_was_being_replaced(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from data.tasks import TASKS, VALIDATION, VALIDATION_SEED, Needle, drawn
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from model.positions import PositionTables
-from recipe.training.recall import PositionLoss, TaskRecall, in_context_score, lengths_for, stretched
+from recipe.training.recall import PositionLoss, TaskRecall, lengths_for, stretched
 
 T = 32
 SMALL = GPTConfig(n_layers=2, n_heads=2, n_embd=16)
@@ -128,8 +128,3 @@ def test_the_loss_by_position_is_that_of_each_place_in_the_window() -> None:
     edges = [*details["positions"], 320]
     means = [expected[low:high].mean() for low, high in pairwise(edges)]
     assert details["loss"] == pytest.approx(means, rel=1e-5)
-
-
-def test_a_model_that_gains_from_its_context_has_a_negative_score() -> None:
-    assert in_context_score(np.linspace(3.0, 2.0, 500)) < -0.8
-    assert in_context_score(np.full(500, 2.0)) == 0
