@@ -92,6 +92,7 @@ KINDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 # Numbers of ranks, each of which resumes from the checkpoint of the number before it.
 SHARD, REPLICATE = DataParallel.shard, DataParallel.replicate
 CHAIN = ((4, SHARD), (2, SHARD), (1, REPLICATE), (4, REPLICATE))
+RESUMED = ("", "muon", "bf16")  # the kinds of training that do; in bf16 all replicate
 
 
 def build(
@@ -132,7 +133,7 @@ def train(trainer: Trainer, steps: range) -> list[list[str]]:
 
 def validate(trainer: Trainer) -> dict[str, str]:
     batches = Batches(TEXT, trainer.model.seq_len, GlobalBatch(B), SEED)
-    measured = trainer.measure([batches.stored(step).widened() for step in range(50, 55)])
+    measured = trainer.measure([batches.stored(step).widened() for step in range(50, 53)])
     return {"validation": measured["val/loss"].hex(), "validation of the average": measured["val/loss_ema"].hex()}
 
 
@@ -154,7 +155,10 @@ def part_of_moments(trainer: Trainer) -> float:
 def one_loss(trainer: Trainer) -> str:
     """A loss of the gathered model, computed on this rank alone, in hexadecimal."""
     inputs, targets, *_ = Batches(TEXT, trainer.model.seq_len, GlobalBatch(B), SEED).stored(50).widened()
-    return trainer.whole_model().eval()(inputs, targets).item().hex()
+    model = trainer.whole_model().eval()
+    loss = model(inputs, targets).item().hex()
+    model.train()
+    return loss
 
 
 def parallels(kind: str, size: int) -> list[str]:
@@ -174,9 +178,11 @@ def work(world: World) -> dict[str, Any]:
             by_keys = patch("recipe.distributed.sharing.shared_by", return_value=ContextBy.keys)
             with by_keys if name.startswith("keys") else nullcontext():
                 trainer = build(world, PARALLEL[name], **options)
-            steps = range(STEPS if kind in ("", "muon", "bf16") else 2)  # resumed runs are compared with these
-            results = {"updates": train(trainer, steps), **validate(trainer), "whole model": one_loss(trainer)}
+            results = {"updates": train(trainer, range(2)), **validate(trainer), "whole model": one_loss(trainer)}
             found[f"{name}, {kind}"] = results
+            if world.size == 1 and kind in RESUMED:
+                updates = results["updates"] + train(trainer, range(2, STEPS))
+                found[f"{kind} to the end"] = {"updates": updates, **validate(trainer)}
             if name == "exact" and not kind:
                 found["part of the moments"] = part_of_moments(trainer)
             if name == "exact" and kind in ("fp16", "bf16") and world.size > 1:
@@ -239,22 +245,17 @@ def masks(world: World) -> tuple[dict[str, bool], list[bool]]:
     return found, in_time
 
 
-def resume(world: World, folder: Path, steps: range, data: DataParallel, name: str) -> list[list[str]]:
-    """Train from the newest checkpoint, if any, to the next; returns the updates and the average's validation loss.
-
-    name  of the optimizer, or of the precision in which replicated ranks train
-    """
-    if name == "muon":
-        trainer = build(world, ParallelConfig(data), model=UNEVEN, optimizer=name)
-    elif name == "bf16":
-        trainer = build(world, ParallelConfig(), **KINDS[name][1])
-    else:
-        trainer = build(world, ParallelConfig(data))
-    if steps.start:
+def resume(world: World, folder: Path, step: int, data: DataParallel, kind: str) -> list[list[str]]:
+    """Train a step from the newest checkpoint, if any; returns the update, and at the end the average's validation
+    loss."""
+    parallel = ParallelConfig() if kind == "bf16" else ParallelConfig(data)
+    trainer = build(world, parallel, **KINDS[kind][1])
+    if step:
         trainer.load(newest_valid(folder)[0])
-    done = train(trainer, steps)
-    done.append([validate(trainer)["validation of the average"]])
-    save_checkpoint(folder, trainer.state(), steps.stop, keep_last=1, metadata={})
+    done = train(trainer, range(step, step + 1))
+    if step == STEPS - 1:
+        done.append([validate(trainer)["validation of the average"]])
+    save_checkpoint(folder, trainer.state(), step + 1, keep_last=1, metadata={})
     return done
 
 
@@ -287,14 +288,14 @@ def main(rank: int, folder: Path, ports: list[str]) -> None:
     torch.set_num_threads(1)
     norm.PIECE = 256  # small matrices have pieces too
     OPTIMIZERS["torch's"] = torchs_adamw
-    resumed: dict[str, Any] = {"adamw": {}, "muon": {}, "bf16": {}}
+    resumed: dict[str, dict[int, Any]] = {kind: {} for kind in RESUMED}
     for turn, ((size, data), port) in enumerate(zip(CHAIN, ports[:4], strict=True)):
         if rank < size:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-            world, steps = World(rank, size, rank), range(turn, turn + 1)
+            world = World(rank, size, rank)
             with joined(world, CPU):
-                for name, updates in resumed.items():
-                    updates[str(steps.start)] = resume(world, folder / f"checkpoints-{name}", steps, data, name)
+                for kind, updates in resumed.items():
+                    updates[turn] = resume(world, folder / f"checkpoints-{kind}", turn, data, kind)
                 if turn < 3:
                     (folder / f"{rank}-of-{size}.json").write_text(json.dumps(work(world)))
             if turn in (0, 2):
