@@ -31,6 +31,7 @@ def block_after(sentence: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_the_attention_of_the_page_trains_from_a_file_and_agrees_with_naive(tmp_path):
     (tmp_path / "mine.py").write_text(block_after("`mine.py`:"))
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)

@@ -24,13 +24,14 @@ from learn.page import CHOICES, FIRST, key_of, packed, record_choice, shown
 from learn.tracing import Recording
 from learn.why import OF_FUNCTIONS
 
+ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHOICE = FIRST | {"mask": "causal", "dropout": 0.25}
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("learn") / "page.html"
+    out = tmp_path_factory.mktemp("learn") / "walk.html"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         main([f"out={out}"])
     assert "5.4329" in printed.getvalue()
@@ -217,6 +218,18 @@ def test_the_page_holds_every_setting_and_needs_no_network(page: Path) -> None:
     text = page.read_text()
     assert not re.search(r'(src|href)="(https?:)?//', text)
     assert key_of(FIRST).count("|") == 6
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_the_documentation_becomes_a_site_with_the_page_and_without_a_warning(page: Path, tmp_path: Path) -> None:
+    """As `make docs` makes it."""
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html"]
+    command += ["-D", f"html_extra_path={page.parent}", "docs", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
+    assert "walk.html" in (tmp_path / "learn.html").read_text()
+    assert (tmp_path / "walk.html").read_bytes() == page.read_bytes()
 
 
 def test_a_page_that_cannot_be_written_ends_in_a_sentence(
