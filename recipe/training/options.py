@@ -94,18 +94,15 @@ def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Ite
         yield f"training.target_loss={config.target_loss} must be above 0, or null to train all steps."
     if config.target_loss is not None and config.eval_every == 0:
         yield "training.target_loss is reached at an evaluation, and training.eval_every=0 has none; set it."
-    if config.eval_span is not None and (config.eval_span < 1 or config.eval_span % seq_len):
-        nearest = max(1, round(config.eval_span / seq_len)) * seq_len
-        yield (
-            f"training.eval_span={config.eval_span} is not a multiple of seq_len={seq_len}; "
-            f"use training.eval_span={nearest}, or null."
-        )
     micro_batch = max(config.batch_size, 1) * seq_len * world.data_size
-    if config.batch_tokens is not None and (config.batch_tokens < 1 or config.batch_tokens % micro_batch):
-        nearest = max(1, round(config.batch_tokens / micro_batch)) * micro_batch
-        ranks = f" * {world.data_size} ranks" if world.data_size > 1 else ""
-        yield (
-            f"training.batch_tokens={config.batch_tokens} is not a multiple of the {micro_batch} tokens of a "
-            f"micro-batch (training.batch_size={config.batch_size} * seq_len={seq_len}{ranks}); "
-            f"use training.batch_tokens={nearest}."
-        )
+    ranks = f" * {world.data_size} ranks" if world.data_size > 1 else ""
+    of_micro_batch = f"training.batch_size={config.batch_size} * seq_len={seq_len}{ranks}"
+    units = {
+        "eval_span": (seq_len, f"seq_len={seq_len}"),
+        "batch_tokens": (micro_batch, f"the {micro_batch} tokens of a micro-batch ({of_micro_batch})"),
+    }
+    for name, (unit, what) in units.items():
+        value = getattr(config, name)
+        if value is not None and (value < 1 or value % unit):
+            nearest = max(1, round(value / unit)) * unit
+            yield f"training.{name}={value} is not a multiple of {what}; use training.{name}={nearest}."

@@ -15,8 +15,6 @@ The gradient of out is drawn at random, so that no row is spared by a loss that 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -53,11 +51,15 @@ def check_layers(model: GPT, batch: Batch, key: DropoutKey | None, dtype: torch.
     Returns `parity/attention_*` as docs/probe.md lists them: no number where nothing was compared.
     """
     half, made = dtype in (torch.bfloat16, torch.float16), frozenset(model.made_tensors())
-    found = Found()
-    for training in (True, False):
-        listener = cast(Attention, Listener(model.attend, training, found, made))
-        with mode(model, training), torch.no_grad(), torch.autocast(batch.inputs.device.type, dtype, enabled=half):
-            model.hidden(batch.inputs, key if training else None, listener, batch.document_starts)
+    found, before = Found(), model.training
+    try:
+        for training in (True, False):
+            listener = cast(Attention, Listener(model.attend, training, found, made))
+            model.train(training)
+            with torch.no_grad(), torch.autocast(batch.inputs.device.type, dtype, enabled=half):
+                model.hidden(batch.inputs, key if training else None, listener, batch.document_starts)
+    finally:
+        model.train(before)
     return found.metrics()
 
 
@@ -95,17 +97,6 @@ class Found:
 def share(line: Line) -> float:
     """The largest error as a share of the allowed one: above 1 it is not rounding."""
     return line["watch/error"]
-
-
-@contextmanager
-def mode(model: GPT, training: bool) -> Iterator[None]:
-    """The model in training or evaluation mode."""
-    before = model.training
-    try:
-        model.train(training)
-        yield
-    finally:
-        model.train(before)
 
 
 class Listener:

@@ -119,7 +119,6 @@ class Engine:
         self.row = row and max(row, *(padded(len(request.prompt)) for request in requests))
         self.steps = Steps(model, sampling, size, noise_rows, dtype)
         self.owners: list[Request | None] = [None] * slots  # the request that each slot belongs to
-        self.owners_changed = False  # since the last update of the device's list of active slots
 
     def tokens_to_cache(self, request: Request) -> int:
         """The most tokens of a sequence that the cache holds: all but the last one, which no query sees."""
@@ -182,34 +181,31 @@ class Engine:
                 break
             self.owners[slot] = new[slot] = waiting.popleft()
             self.steps.begin_stream(slot, new[slot].stream)
-            self.owners_changed = True
             room -= padded(P)
+        if new:
+            self.update_active()
         return new
 
     def leave(self, slot: int) -> None:
         """Free a slot. Work launched before still uses its pages, and ends before any later work begins."""
         self.owners[slot] = None
-        self.owners_changed = True
         self.steps.cache.release(slot)
+        self.update_active()
+
+    def update_active(self) -> None:
+        """Update the device's list of active slots."""
+        self.steps.set_active([owner is not None for owner in self.owners])
 
     def launch_prefill(self, new: dict[int, Request]) -> Launched:
         """Compute the first tokens of prompts that have just received slots."""
-        self.update_active()
         prompts = {slot: request.prompt for slot, request in new.items()}
         self.steps.prefill(lay_out(prompts, self.slots, self.row))
         return Launched([new.get(slot) for slot in range(self.slots)], *self.steps.copy_to_host())
 
     def launch_decode(self, most: int) -> Launched:
         """Compute the next token of each sequence, the `most`-th generated one at the latest."""
-        self.update_active()
         self.steps.decode(most)
         return Launched(list(self.owners), *self.steps.copy_to_host())
-
-    def update_active(self) -> None:
-        """Update the device's list of active slots, if it has changed."""
-        if self.owners_changed:
-            self.steps.set_active([owner is not None for owner in self.owners])
-            self.owners_changed = False
 
     def from_scratch(self, request: Request) -> int:
         """The next token, computed from the last seq_len."""
