@@ -143,4 +143,3 @@ def test_an_arena_goes_on_with_further_seeds(folder: Path, forked: None) -> None
     assert len(list((folder / "arena").glob("*/summary.json"))) == 6
     plan = json.loads((folder / "arena" / "arena.json").read_text())
     assert [look["seeds"] for look in plan["looks"]] == [2, 3]
-    assert all(json.loads((folder / "arena" / n / "summary.json").read_text())["attention_ms"] > 0 for n in ("4", "5"))

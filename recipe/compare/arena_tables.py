@@ -69,7 +69,6 @@ def cost_table(arena: Arena) -> Table:
                 name,
                 shown(median_of(run.median("parameters") for run in runs), COUNT),
                 speed(runs),
-                shown(median_of(run.median("attention_ms") for run in runs), "{:.3g} ms"),
                 memory(median_of(run.peak() for run in runs)),
                 shown(median_of(run.median("flops_per_token") for run in runs), "{:.3g}"),
                 bounds_of(one.at_equal("throughput/step_ms") if one else None),
@@ -77,7 +76,7 @@ def cost_table(arena: Arena) -> Table:
             ]
         )
     layer = " (one layer)" if attention_alone(list(arena.runs.values())) else ""
-    columns = ["arm", "parameters", "tokens/s", "attention alone, a step", f"memory{layer}", "FLOPs a token"]
+    columns = ["arm", "parameters", "tokens/s", f"memory{layer}", "FLOPs a token"]
     columns += ["at equal time", "at equal FLOPs"]
     caption = (
         "Differences in loss with their 95 % intervals, of the same runs read where arm and baseline have cost as "

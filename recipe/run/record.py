@@ -20,7 +20,7 @@ from data.atomic import write_atomically
 from model.counting import num_parameters
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
-from recipe.run.attention_alone import attention_ms, attention_peak
+from recipe.run.attention_alone import attention_peak
 from recipe.run.meters import GIB, StepMeter, process_peak
 from recipe.run.metrics import read_metrics
 from recipe.run.run_folder import write_recorded
@@ -166,7 +166,7 @@ class Record(NullRecord):
             "best_val_step": best_val_step,
             "target": self._target(),
             "median": self.meter.medians(),
-            **self._memory_and_attention(status),
+            **self._memory(status),
             "flops_per_token": self.meter.flops_per_token["causal"],
             "parity": summarise(lines),
             "probes": self.details,
@@ -190,24 +190,23 @@ class Record(NullRecord):
         milliseconds = self.meter.medians().get("throughput/step_ms", math.nan)
         return {"step": self.reached, "tokens": self.tokens, "seconds": self.reached * milliseconds / 1e3}
 
-    def _memory_and_attention(self, status: str) -> dict[str, Any]:
-        """The memory's peak and its source, and the milliseconds of attention alone in a step of a run of an arena.
+    def _memory(self, status: str) -> dict[str, Any]:
+        """The memory's peak and its source.
 
         A CPU has no counter of a model's memory: there the peak is that of one layer's attention alone, beside that of
         the process. Attention whose formula reads tensors of the model is not measured alone, nor are mixers.
         """
-        model, training, shape = self.trainer.model, self.trainer.training, self.origin.shape
+        model, shape = self.trainer.model, self.origin.shape
+        if shape.device.type != "cpu":
+            return {"peak": self.meter.peaks(), "memory_source": "cuda"}
         formulas = [score for score in shape.scores if score.formula is not None]
         possible = bool(shape.scores) and not any(len(score.tensors()) > len(score.head_tensors) for score in formulas)
-        alone = model.attend, shape, training.batch_size, model.seq_len
-        timed = possible and self.origin.config["arena"]["arm"] and status == "completed"
-        measured: dict[str, Any] = {"peak": self.meter.peaks(), "memory_source": "cuda"}
-        if shape.device.type == "cpu":
-            finished = possible and status in ("completed", "interrupted")
-            peak = {"memory/peak_allocated_gib": attention_peak(*alone) / GIB} if finished else {}
-            measured = {"peak": peak, "memory_source": "attention" if finished else None}
-            measured["process_peak_gib"] = process_peak() / GIB
-        return measured | {"attention_ms": attention_ms(*alone) * self.trainer.micro_steps if timed else None}
+        peak: dict[str, float] | None = None
+        if possible and status in ("completed", "interrupted"):
+            alone = attention_peak(model.attend, shape, self.trainer.training.batch_size, model.seq_len)
+            peak = {"memory/peak_allocated_gib": alone / GIB}
+        source = None if peak is None else "attention"
+        return {"peak": peak or {}, "memory_source": source, "process_peak_gib": process_peak() / GIB}
 
 
 @contextmanager

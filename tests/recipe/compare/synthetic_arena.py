@@ -118,7 +118,6 @@ def write(
         "median": {"throughput/step_ms": ms, "throughput/tokens_per_s": 1e3 * TOKENS / ms},
         "peak": {"memory/peak_allocated_gib": 0.5},
         "memory_source": "attention",
-        "attention_ms": ms / 5,
         "flops_per_token": flops,
         "parameters": 800_000,
         "precision": "fp32",
