@@ -22,6 +22,7 @@ from model.options import GPTConfig, Mixing, Positions
 from model.score import ScoreConfig
 from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.world import World
+from recipe.errors import UserError
 from recipe.infer.huggingface.settings import WeightsError
 from recipe.infer.huggingface.weights import describe
 from recipe.run.build import attention_shape, build_trainer
@@ -30,7 +31,7 @@ from recipe.run.mistakes import mistakes
 from recipe.training.device import Precision
 from recipe.training.optimizer import OptimizerConfig
 from recipe.training.options import TrainingConfig
-from recipe.training.parity_probe import ParityConfig, UserError, check_parity
+from recipe.training.parity_probe import ParityConfig, check_parity
 from recipe.training.step import Trainer
 
 CPU = torch.device("cpu")

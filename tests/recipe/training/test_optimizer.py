@@ -21,6 +21,7 @@ from model.options import GPTConfig
 from recipe.distributed.exchange import TwoTerms
 from recipe.distributed.stacks import stacks
 from recipe.distributed.world import World
+from recipe.errors import UserError
 from recipe.run.build import build_trainer
 from recipe.run.config import Config
 from recipe.training.checkpoint import save_checkpoint
@@ -30,7 +31,6 @@ from recipe.training.optimizer import (
     STACKED,
     OptimizerConfig,
     ScheduleConfig,
-    UserError,
     build_adamw,
     build_muon,
     check_optimizer,
