@@ -117,8 +117,9 @@ class WandbThread:
                 raise
             reason = one_line(error)
             self._warnings.put(f"W&B records offline, because its server could not be used ({reason}).")
-            run = wandb.init(**start | {"mode": "offline", "resume": None})
-        self.location = run.url or f"wandb sync {Path(run.dir).parent.resolve()}"
+            start |= {"mode": "offline", "resume": None}
+            run = wandb.init(**start)
+        self.location = run.url if start["mode"] == "online" else f"wandb sync {Path(run.dir).parent.resolve()}"
         return run
 
 
