@@ -18,6 +18,7 @@ from recipe.run.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.run.progress import ProgressLine
 from recipe.run.summary import draw_loss_curve, git_state, write_summary
 from recipe.run.tracker import Tracker, TrackingConfig, TrackingMode
+from tests.composing import as_it_is
 from tests.limits import files_limited_to
 from tests.recipe.training.test_checkpoint import before_each_operation
 
@@ -114,11 +115,12 @@ def test_a_file_that_a_full_disk_cuts_off_can_be_resumed(tmp_path: Path) -> None
 
 def test_a_finished_run_leaves_its_records_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "2026-11-20" / "12-00-00-naive"
-    with track(folder) as tracker:
+    with track(folder) as tracker, as_it_is():
         for step in (50, 100):
             tracker.log(step, {"train/loss": 2.0, "val/loss": 2.5})
         tracker.finish({"status": "completed", "val_loss": float("nan")})
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "summary.json", "loss.png"}
+    assert (folder / "loss.png").stat().st_size > 10_000
     assert strict((folder / "summary.json").read_text()) == {"status": "completed", "val_loss": "nan"}
     last = capsys.readouterr().out.splitlines()[-3:]
     assert last[0].split() == ["run", "folder", str(folder)]
