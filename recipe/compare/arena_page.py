@@ -50,6 +50,10 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
     """
     runs, arena = run_set.runs, compare_arms(plan, run_set.runs)
     found, command = arena_headline(arena), go_on(arena, folder)
+    said = (
+        one.verdict.value + (f", {apart(one.equal, one.test.mean, one.interval)}" if one.test else "")
+        for one in arena.comparisons
+    )
     curves = {name: list(arm.runs.values()) for name, arm in arena.arms.items() if arm.runs}
     lead, *drawings = (draw(chart, out) for chart in (forest(arena), *loss_charts(curves), *probe_charts(curves)))
     tables = (
@@ -79,17 +83,12 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
         "arm",
         "arena_method.j2",
         lead,
-        tuple((one.arm.name, _found(one)) for one in arena.comparisons),
+        tuple(zip(plan.others, said, strict=True)),
         () if command is None else (command,),
     )
     write_page(report, out, margin=percent(plan.margin), looks=plan.planned_looks, alpha=percent(ALPHA))
     (out / RESULTS).write_text(to_json(as_json(arena), indent=2) + "\n", encoding="utf-8")
     return report
-
-
-def _found(one: Comparison) -> str:
-    """The verdict on an arm, and the difference with the interval that decides."""
-    return one.verdict.value + (f", {apart(one.equal, one.test.mean, one.interval)}" if one.test else "")
 
 
 def as_json(arena: Arena) -> dict[str, Any]:

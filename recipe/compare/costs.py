@@ -110,30 +110,21 @@ def attention_alone(runs: Iterable[Run]) -> bool:
     return any(run.summary.get("memory_source") == "attention" for run in runs)
 
 
-def crossovers(sweep: Sweep, reference: str = "naive") -> dict[str, float | None]:
-    """The length from which on each implementation is faster than `reference`, for those with lengths in common.
-
-    Interpolated between the measured lengths around it, or the first; None where it is not measurably faster at the
-    longest.
-    """
+def crossovers(sweep: Sweep, reference: str = "naive") -> dict[str, int | None]:
+    """The measured length from which on each implementation is faster than `reference`, for those with lengths in
+    common; None where it is not measurably faster at the longest."""
     speeds = {
         label: {point.position: speed for point in series if (speed := speed_of(point.measured))}
         for label, series in points(sweep).items()
     }
-    theirs, found = speeds.pop(reference, {}), dict[str, float | None]()
+    theirs, found = speeds.pop(reference, {}), dict[str, int | None]()
     for label, ours in speeds.items():
         shared = sorted(ours.keys() & theirs.keys())
         if not shared:
             continue
-        gains = [math.log(ours[T].median / theirs[T].median) for T in shared]
-        behind = max((n for n, gain in enumerate(gains) if gain <= 0), default=None)
-        if ours[shared[-1]].low <= theirs[shared[-1]].high:
-            found[label] = None
-        elif behind is None:
-            found[label] = float(shared[0])
-        else:  # straight lines in the logarithms of time and length
-            around = slice(behind, behind + 2)
-            found[label] = math.exp(np.interp(0, gains[around], np.log(shared[around])))
+        behind = [T for T in shared if ours[T].median <= theirs[T].median]
+        ahead = [T for T in shared if max(behind, default=0) < T]
+        found[label] = ahead[0] if ours[shared[-1]].low > theirs[shared[-1]].high else None
     return found
 
 

@@ -13,15 +13,13 @@ from matplotlib.ticker import FuncFormatter
 
 from recipe.compare.costs import SPEED, Point, attention_alone, crossovers, points
 from recipe.compare.parity import EPS, MEASURES, beside_rounding, rolling_rms, rounding_of_a_step, seed_spread
-from recipe.compare.probes import probe_charts
-from recipe.compare.runs import Run
+from recipe.compare.probes import Curves, probe_charts
 from recipe.compare.sweeps import Cell, Sweep, difference
 from recipe.compare.verdict import Outcome, Verdict
 from recipe.drawing import COLOURS, Chart, finish_steps, label_axes, legend, log_axis, styles
 from recipe.training.parity import PARITY_MARGIN
 from recipe.wording import memory_unit, short_length
 
-Curves = Mapping[str, Sequence[Run]]  # the name of a curve, and its seeds
 Dots = Mapping[str, Sequence[tuple[int, float]]]  # the name of a line, and its points
 
 

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 from data.errors import first_few
 from recipe.compare.costs import Ranked, crossovers, points, ranking, same_tokens
-from recipe.compare.labels import places
 from recipe.compare.runs import UNKNOWN, RunSet
-from recipe.compare.sweeps import Sweep
+from recipe.compare.sweeps import Sweep, places
 from recipe.compare.tables import apart, over_seeds
-from recipe.compare.verdict import Outcome, Verdict, outcome_of
+from recipe.compare.verdict import Outcome, Verdict
 from recipe.wording import listed
 
 VERBS = {Outcome.broken: "is broken for", Outcome.open: "is open for", Outcome.holds: "holds for"}
@@ -50,7 +49,6 @@ def headline(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Headl
 
 def parity_headline(verdicts: Sequence[Verdict]) -> Headline:
     """The verdicts in a sentence, the worst first."""
-    outcome = outcome_of(verdicts) or Outcome.open
     of_label: dict[str, set[Outcome]] = {}
     for verdict in verdicts:
         of_label.setdefault(verdict.label, set()).add(verdict.outcome)
@@ -61,7 +59,7 @@ def parity_headline(verdicts: Sequence[Verdict]) -> Headline:
         if name not in names.setdefault(verdict.outcome, []):
             names[verdict.outcome].append(name)
     clauses = [f"{verb} {first_few(names[its])}" for its, verb in VERBS.items() if its in names]
-    return Headline(f"Parity {' and '.join(clauses)}", outcome.value)
+    return Headline(f"Parity {' and '.join(clauses)}", min(names, key=[*VERBS].index).value)
 
 
 def _lengths(sweep: Sweep, reference: str) -> str:
@@ -78,7 +76,7 @@ def _lengths(sweep: Sweep, reference: str) -> str:
     ahead = {label: length for label, length in found.items() if length}
     if ahead:
         soonest = min(ahead, key=ahead.__getitem__)
-        return f"{soonest} is faster than {reference} from about {ahead[soonest]:,.0f} tokens on"
+        return f"{soonest} is faster than {reference} from {ahead[soonest]:,} tokens on"
     if found:
         return f"Nothing overtakes {reference} for good up to {max(fits.values()):,} tokens"
     return "Speed and memory over the sequence length"

@@ -12,25 +12,21 @@ from markupsafe import Markup
 from data.errors import first_few
 from recipe.compare.figures import charts
 from recipe.compare.headline import Headline, headline, notes_on
-from recipe.compare.labels import Place, places
 from recipe.compare.parity import judge
 from recipe.compare.runs import Run, RunSet
-from recipe.compare.sweeps import Sweep, labels_of, sweeps_of
+from recipe.compare.sweeps import Place, Sweep, labels_of, places, sweeps_of
 from recipe.compare.tables import Names, Table, ablation_table, cell_table, parity_table, run_table, runs_csv
 from recipe.compare.verdict import Verdict
 from recipe.drawing import Chart, render_png, render_svg
-from recipe.files import number
 from recipe.training.parity import PARITY_MARGIN
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 class Drawing(NamedTuple):
-    """A figure in its renderings; `path` is the path of its files, relative to the page and without suffix."""
+    """A figure, and its rendering for the page."""
 
-    path: str
-    title: str
-    caption: str
+    chart: Chart
     svg: Markup
 
 
@@ -154,11 +150,10 @@ def _section(
 
 def subtitle(runs: Sequence[Run]) -> str:
     """The model, the score, the lengths, the dropout, the precision and the devices of runs, in a line."""
-    sizes = {"layers": "layer", "heads": "head", "embd": "channel"}
+    sizes = "model.n_layers", "model.n_heads", "model.n_embd", "seq_len"
     parts = [
-        ", ".join(_from_to([run.option(f"model.n_{key}") for run in runs], unit) for key, unit in sizes.items()),
+        *(f"{name.removeprefix('model.')} {_all_of(str(run.option(name, '')) for run in runs)}" for name in sizes),
         f"score {_all_of(_score(run) for run in runs)}",
-        f"seq_len {_from_to([run.seq_len for run in runs])}",
         f"dropout {_all_of(format(run.option('attention.dropout') or 0.0, 'g') for run in runs)}",
         _all_of(run.precision for run in runs),
         _all_of(f"{run.devices} x {run.device}" if run.devices > 1 else run.device for run in runs),
@@ -175,21 +170,13 @@ def _score(run: Run) -> str:
     return f"{run.option('score.name') or 'causal'}" + (f" ({chosen})" if chosen else "")
 
 
-def _from_to(values: Sequence[Any], unit: str = "") -> str:
-    """The smallest and the largest of some counts, with their unit: "32 to 64 channels"."""
-    known = sorted({int(value) for value in values if number(value) is not None})
-    counts = " to ".join(f"{value:,}" for value in sorted({*known[:1], *known[-1:]})) or "?"
-    return f"{counts} {unit}{'' if known == [1] else 's'}" if unit else counts
-
-
 def _all_of(values: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(value for value in values if value)) or "not recorded"
 
 
 def draw(chart: Chart, out: Path) -> Drawing:
     """The renderings of a figure, with its files below `out`."""
-    path = f"figures/{chart.name}"
-    (out / path).parent.mkdir(parents=True, exist_ok=True)
-    (out / f"{path}.png").write_bytes(render_png(chart))
-    svg = Markup(render_svg(chart))  # drawn here, from numbers and escaped labels
-    return Drawing(path, chart.title, chart.caption, svg)
+    path = out / "figures" / f"{chart.name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(render_png(chart))
+    return Drawing(chart, Markup(render_svg(chart)))  # drawn here, from numbers and escaped labels

@@ -18,7 +18,7 @@ from recipe.drawing import COLOURS, Chart, label_axes, render_png
 from recipe.files import number
 from recipe.wording import percent, short_length
 
-Curves = Mapping[str, Sequence[Run]]  # a name, and its seeds
+Curves = Mapping[str, Sequence[Run]]  # the name of a curve, and its seeds
 Heat = NDArray[np.float64]  # (lengths, distances), NaN where nothing was asked
 ROW, HEAD = 0.27, 0.36  # inches of a length, and of the name above a map
 FIGURES = "probes"  # the folder of a run's own figures

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +35,7 @@ def leaderboard(judge: Judge) -> Table:
         for number, edit in enumerate(judge.ledger.edits, 1)
         if edit["verdict"] == KEPT
     ]
-    title = (
-        f"{len(judge.ledger.edits)} edits, {len(rows) - 1} kept; by one run each, {lucky(judge.ledger.edits)} would be"
-    )
-    return table("leaderboard", title, COLUMNS, rows, CAPTION)
-
-
-def lucky(edits: list[dict[str, Any]]) -> int:
-    """How many edits a loop would keep that trains each once, with the same seed, and keeps what is the best so far."""
-    best, count = 0.0, 0
-    for edit in edits:
-        first = float(edit["pairs"][0]["difference"]) if edit["pairs"] else math.inf
-        count, best = count + (first < best), min(first, best)
-        best = 0.0 if edit["verdict"] == KEPT else best  # the next ones are compared with this one
-    return count
+    return table("leaderboard", f"{len(judge.ledger.edits)} edits, {len(rows) - 1} kept", COLUMNS, rows, CAPTION)
 
 
 def named(edit: dict[str, Any]) -> str:

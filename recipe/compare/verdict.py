@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -124,9 +123,3 @@ class Verdict(NamedTuple):
         if not all(self.agreements):
             return Outcome.broken
         return Outcome.open if self.gaps else Outcome.holds
-
-
-def outcome_of(verdicts: Sequence[Verdict]) -> Outcome | None:
-    """Broken if any verdict is, holds if all do, else open; None without verdicts."""
-    outcomes = {verdict.outcome for verdict in verdicts}
-    return next((outcome for outcome in (Outcome.broken, Outcome.open, Outcome.holds) if outcome in outcomes), None)

@@ -100,7 +100,7 @@ class Tracker:
         self.progress.update(step, metrics)
         if self.wandb is not None:
             self.wandb.log(step, metrics)
-        self._warn()
+            self._warn(self.wandb)
 
     def print(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -117,7 +117,7 @@ class Tracker:
         draw_loss_curve(read_metrics(self.metrics.path), self.run_folder / "loss.png", self.name)
         if self.wandb is not None:
             self.wandb.end(True, SECONDS_TO_FINISH[self.config.mode.value])
-            self._warn()
+            self._warn(self.wandb)
         self._print_location()
 
     def __enter__(self) -> Tracker:
@@ -130,12 +130,11 @@ class Tracker:
         self.metrics.close()
         if self.wandb is not None:
             self.wandb.end(False, SECONDS_TO_LEAVE)
-            self._warn()
+            self._warn(self.wandb)
 
-    def _warn(self) -> None:
-        if self.wandb is not None:
-            for warning in self.wandb.warnings():
-                self.print(f"warning: {warning}")
+    def _warn(self, wandb: WandbThread) -> None:
+        for warning in wandb.warnings():
+            self.print(f"warning: {warning}")
 
     def _print_location(self) -> None:
         lines = {"run folder": self.run_folder, "metrics": "metrics.jsonl, summary.json", "loss curve": "loss.png"}

@@ -79,8 +79,7 @@ def test_every_label_of_a_random_sweep_is_true_of_its_runs(
         models = {str(run.option("model.name")) for run in sweep.runs}
         assert models <= set(re.split(", | on ", section.title.split("=")[0]))
         widths = [run.option("model.n_embd") for run in sweep.runs]
-        wide = f"{min(widths)} to {max(widths)}" if len(set(widths)) > 1 else f"{widths[0]}"
-        assert f"{wide} channels" in section.subtitle
+        assert f"n_embd {', '.join(map(str, dict.fromkeys(widths)))} · " in section.subtitle
         assert all(f"{run.option('score.name', 'causal')}" in section.subtitle for run in sweep.runs)
         assert len({cell.where for cell in sweep.cells}) == len({cell.short for cell in sweep.cells})
         assert len({cell.where for cell in sweep.cells}) == len(sweep.cells)

@@ -56,10 +56,10 @@ def test_every_file_is_written(folder: Path, report: Report) -> None:
     out = folder / "report"
     assert {path.name for path in out.iterdir()} == {"index.html", "runs.csv", "figures"}
     drawings = [drawing for section in report.sections for drawing in section.drawings]
-    names = {drawing.path.removeprefix("figures/").split("-")[1] for drawing in drawings}
+    names = {drawing.chart.name.split("-")[1] for drawing in drawings}
     assert names == {"loss", "difference", "probe", "memory", "throughput", "crossover"}
     for drawing in drawings:
-        assert (out / f"{drawing.path}.png").read_bytes().startswith(b"\x89PNG")
+        assert (out / "figures" / f"{drawing.chart.name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_page_needs_nothing_but_itself_and_escapes_names_that_users_chose(page: str) -> None:
@@ -78,7 +78,7 @@ def test_the_page_says_all_of_the_report(report: Report, page: str) -> None:
         report.headline.text,
         *report.notes,
         *(section.headline.text for section in report.sections),
-        *(drawing.caption for section in report.sections for drawing in section.drawings),
+        *(drawing.chart.caption for section in report.sections for drawing in section.drawings),
         *(cell for table in tables for row in table.rows for cell in row),
     ]
     for text in said:

@@ -10,7 +10,7 @@ import torch
 
 from attention import AttentionConfig, AttentionShape, Score, build_attention
 from attention.check.memory import AllocationMeter
-from recipe.run.attention_alone import attention_peak
+from recipe.run.record import attention_peak
 from recipe.training.device import cpu_memory_limit
 
 SHAPE = AttentionShape(head_dim=16, n_heads=2, n_kv_heads=2, dtype=torch.float32, device=torch.device("cpu"))
