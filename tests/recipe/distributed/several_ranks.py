@@ -178,10 +178,11 @@ def work(world: World) -> dict[str, Any]:
             by_keys = patch("recipe.distributed.sharing.shared_by", return_value=ContextBy.keys)
             with by_keys if name.startswith("keys") else nullcontext():
                 trainer = build(world, PARALLEL[name], **options)
-            results = {"updates": train(trainer, range(2)), **validate(trainer), "whole model": one_loss(trainer)}
+            updates = train(trainer, range(2))
+            results = {"updates": updates, **validate(trainer), "whole model": one_loss(trainer)}
             found[f"{name}, {kind}"] = results
             if world.size == 1 and kind in RESUMED:
-                updates = results["updates"] + train(trainer, range(2, STEPS))
+                updates = updates + train(trainer, range(2, STEPS))
                 found[f"{kind} to the end"] = {"updates": updates, **validate(trainer)}
             if name == "exact" and not kind:
                 found["part of the moments"] = part_of_moments(trainer)
