@@ -11,9 +11,11 @@ import torch
 
 from data.batches import Batch, Source
 
+DEPTH = 3  # batches
+
 
 class Prefetcher:
-    """Iterates over a run's device batches in the order of (step, micro-step), prepared by a thread `depth` ahead.
+    """Iterates over a run's device batches in the order of (step, micro-step), prepared by a thread DEPTH ahead.
 
     On CUDA the tokens are copied in their small type from pinned memory, on a separate stream, and widened to int64
     there. An exception in the thread is raised in the consumer. Iteration ends with close() only.
@@ -21,13 +23,13 @@ class Prefetcher:
     torch's DataLoader prefetches in worker processes, which take seconds to start, and does not copy to the device.
     """
 
-    def __init__(self, batches: Source, device: torch.device | str, start_step: int = 0, depth: int = 3):
+    def __init__(self, batches: Source, device: torch.device | str, start_step: int = 0):
         self._batches, self._device = batches, torch.device(device)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         micro_steps = range(batches.global_batch.micro_steps)
         self._places = ((step, micro_step) for step in itertools.count(start_step) for micro_step in micro_steps)
         self._thread = ThreadPoolExecutor(1, "prefetcher")
-        self._ahead = deque(self._begin() for _ in range(depth))
+        self._ahead = deque(self._begin() for _ in range(DEPTH))
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -94,10 +94,10 @@ class _PlainUnpickler(pickle.Unpickler):
         raise UntrustedError(f"names {module}.{name}")
 
 
-def read_plain_pickle(path: Path, limit: int = RECORD) -> Any:
+def read_plain_pickle(path: Path) -> Any:
     """The plain value in a pickle, of which nothing is run. Raises OSError, UntrustedError."""
     try:
-        return _PlainUnpickler(io.BytesIO(read_bytes(path, limit))).load()
+        return _PlainUnpickler(io.BytesIO(read_bytes(path, RECORD))).load()
     except UntrustedError:
         raise
     except Exception:  # a damaged pickle raises any kind
@@ -113,9 +113,9 @@ def has_half_characters(value: Any) -> bool:
     return False
 
 
-def read_yaml(path: Path, limit: int = SETTINGS) -> Any:
+def read_yaml(path: Path) -> Any:
     """The value in a file of YAML without aliases. Raises OSError, UntrustedError."""
-    text = read_text(path, limit)
+    text = read_text(path)
     try:
         depth = 0
         for event in yaml.parse(text, Loader=LOADER):

@@ -197,10 +197,10 @@ def from_first_rank(work: Callable[[], T]) -> T:
     return outcome[0]  # type: ignore[return-value]
 
 
-def highest(values: Sequence[float], timeout_s: float = PATIENCE_S) -> list[float]:
+def highest(values: Sequence[float]) -> list[float]:
     """The highest of each value over all ranks. Their hosts exchange them; none waits for its device."""
     numbers = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX, async_op=True).wait(timedelta(seconds=timeout_s))
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, async_op=True).wait(timedelta(seconds=PATIENCE_S))
     return numbers.tolist()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from recipe.distributed.ranks import PATIENCE_S, highest
+from recipe.distributed.ranks import highest
 
 # How often the hosts of a run's ranks ask each other whether one has received a signal.
 SECONDS_BETWEEN_QUESTIONS = 1.0
@@ -22,13 +22,12 @@ class Interruption:
 
     Slurm sends SIGUSR2 some time before a job ends if it was asked to (sbatch --signal=USR2@120).
 
-    number     of the signal received, else None
-    timeout_s  how long to wait for the other ranks, which have to stop after the same step
+    number  of the signal received, else None
     """
 
-    def __init__(self, timeout_s: float = PATIENCE_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.number: int | None = None
-        self.timeout_s, self.clock = timeout_s, clock
+        self.clock = clock
         self._handlers: dict[int, Any] = {}
         self._asked, self._steps, self._interval = clock(), 0, 1
 
@@ -65,7 +64,7 @@ class Interruption:
         if self._steps < self._interval and not waits:
             return False
         seconds = (self.clock() - self._asked) / self._steps
-        number, slowest = highest((float(self.number or 0), seconds), self.timeout_s)
+        number, slowest = highest((float(self.number or 0), seconds))
         self._asked, self._steps = self.clock(), 0
         # At most twice as many steps as before: a few that are short by chance do not silence the ranks for long.
         self._interval = max(1, min(2 * self._interval, int(SECONDS_BETWEEN_QUESTIONS / max(slowest, 1e-6))))

@@ -163,7 +163,7 @@ def test_the_prefetcher_runs_ahead_by_its_depth_and_no_further():
             asked.append(step)
             return super().stored(step, micro_step)
 
-    with Prefetcher(Watched(TOKENS, 16, GlobalBatch(4), 1), "cpu", depth=3) as prefetcher:
+    with Prefetcher(Watched(TOKENS, 16, GlobalBatch(4), 1), "cpu") as prefetcher:
         next(prefetcher)
         deadline = time.monotonic() + 10
         while len(asked) < 4 and time.monotonic() < deadline:

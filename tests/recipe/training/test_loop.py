@@ -38,7 +38,7 @@ from recipe.training.recall import PositionLoss, Recall, TaskRecall
 from recipe.training.step import NonFiniteError, Trainer
 
 CPU = torch.device("cpu")
-T, B, SEED, TIMEOUT_S = 32, 4, 7, 60.0
+T, B, SEED = 32, 4, 7
 TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)  # real text that every machine has
 MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32)
 TRAINING = TrainingConfig(steps=20, batch_size=B, precision=Precision.fp32)
@@ -223,7 +223,7 @@ def run(recorder: Recorder, interruption: Interruption | None = None, probes: Se
             None,
             profiler,
             recorder,
-            interruption or Interruption(TIMEOUT_S),
+            interruption or Interruption(),
             recalls=probes,
         )
     )
@@ -293,7 +293,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number: signal.S
     handlers = []
     recorder.at[3] = lambda: os.kill(os.getpid(), number)
     recorder.at[4] = lambda: handlers.append(signal.getsignal(number))
-    interruption = Interruption(TIMEOUT_S)
+    interruption = Interruption()
     assert run(recorder, interruption) == 4
     assert interruption.number == number
     assert handlers == [before]  # a second one acts at once
@@ -314,7 +314,7 @@ def test_a_signal_that_comes_while_ranks_ask_each_other_counts_after_the_next_st
         return work
 
     try:
-        with Interruption(TIMEOUT_S) as interruption:
+        with Interruption() as interruption:
             monkeypatch.setattr(dist, "all_reduce", interrupted)
             assert not interruption.agreed(waits=True)
             monkeypatch.undo()
@@ -337,7 +337,7 @@ def test_ranks_ask_each_other_about_once_a_second_and_a_signal_ends_the_run_with
 
     monkeypatch.setattr(dist, "all_reduce", counted)
     try:
-        with Interruption(TIMEOUT_S, clock=lambda: now) as interruption:
+        with Interruption(clock=lambda: now) as interruption:
             for _ in range(100):
                 now += step_s
                 assert not interruption.agreed(waits=False)
@@ -359,7 +359,7 @@ def test_an_earlier_handler_of_slurms_signal_is_called_after_the_run() -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))
     try:
-        with Interruption(TIMEOUT_S) as interruption:
+        with Interruption() as interruption:
             os.kill(os.getpid(), signal.SIGUSR2)
             assert interruption.agreed(waits=True)
         assert not came
