@@ -148,18 +148,14 @@ class Batches(Source):
         self.n_offsets = min(seq_len, len(self.windows) - (self.n_windows - 1) * seq_len)
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)  # two, because a batch may be part of both
 
-    def starts_of(self, sequences: np.ndarray) -> np.ndarray:
-        """The first token of the windows of sequences, which are numbered over the run: both (n,) int64."""
-        epochs, places = np.divmod(sequences, self.n_windows)
-        starts = np.empty(len(sequences), np.int64)
-        for epoch in np.unique(epochs):
-            offset, order = self._epoch(int(epoch))
-            of_epoch = epochs == epoch
-            starts[of_epoch] = offset + self.seq_len * order[places[of_epoch]]
-        return starts
+    def start(self, epoch: int, place: int) -> int:
+        """The first token of the window at a place of an epoch's order."""
+        offset, order = self._epoch(epoch)
+        return offset + self.seq_len * int(order[place])
 
     def stored_of(self, sequences: np.ndarray) -> Batch:
-        return windows_at(self.starts_of(sequences), self.windows, self.documents)
+        places = (divmod(number, self.n_windows) for number in sequences.tolist())
+        return windows_at(np.array([self.start(*place) for place in places]), self.windows, self.documents)
 
     def _draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
         draws = random_draws(self.seed, epoch, self.n_windows + 1)
@@ -177,17 +173,17 @@ class MixedBatches(Source):
     """
 
     def __init__(self, parts: Sequence[Batches], weights: Sequence[int]) -> None:
-        self.parts, self.weights, self.global_batch = parts, np.array(weights), parts[0].global_batch
-        self.pattern = np.array(pattern(weights))
-        # For each place of the pattern, how often its corpus stands before it.
-        self.before = np.array([np.sum(self.pattern[:n] == corpus) for n, corpus in enumerate(self.pattern)])
+        self.parts, self.weights, self.global_batch = parts, weights, parts[0].global_batch
+        self.pattern = pattern(weights)
 
     def stored_of(self, sequences: np.ndarray) -> Batch:
-        periods, places = np.divmod(sequences, len(self.pattern))
-        corpora = self.pattern[places]
-        numbers = periods * self.weights[corpora] + self.before[places]
-        rows = [self.parts[corpus].stored_of(numbers[n : n + 1]) for n, corpus in enumerate(corpora)]
-        return Batch(*map(torch.cat, zip(*(row.tensors() for row in rows), strict=True)))
+        rows = []
+        for number in sequences.tolist():
+            period, place = divmod(number, len(self.pattern))
+            corpus = self.pattern[place]
+            of_corpus = period * self.weights[corpus] + self.pattern[:place].count(corpus)
+            rows.append(self.parts[corpus].stored_of(np.array([of_corpus])).tensors())
+        return Batch(*map(torch.cat, zip(*rows, strict=True)))
 
 
 def pattern(weights: Sequence[int]) -> list[int]:

@@ -100,8 +100,8 @@ class ChatBatches(Source):
 
     def numbers(self, sequences: np.ndarray) -> np.ndarray:
         """The rows of sequences, which are numbered over the run."""
-        epochs, places = np.divmod(sequences, len(self.rows.rows))
-        return np.array([self._order(int(epoch))[place] for epoch, place in zip(epochs, places, strict=True)])
+        places = (divmod(number, len(self.rows.rows)) for number in sequences.tolist())
+        return np.array([self._order(epoch)[place] for epoch, place in places])
 
     def stored_of(self, sequences: np.ndarray) -> Batch:
         cut = self.global_batch
