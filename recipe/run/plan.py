@@ -202,7 +202,7 @@ def read_plan(folder: Path) -> Plan | None:
     try:
         escaped = json.loads(json.dumps(content).replace("${", "\\\\${"))  # a reference in an override is text
         plan: Plan = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Plan), escaped))  # type: ignore[assignment]
-        of_arms = [plan.lr, *plan.sizes.values()]
+        of_arms: list[Mapping[str, object]] = [plan.lr, *plan.sizes.values()]
         if not plan.looks or plan.baseline not in plan.arms or any(each.keys() != plan.arms.keys() for each in of_arms):
             raise ValueError("looks, or arms, are missing")
         if not all(map(str.isdecimal, plan.sizes)):
