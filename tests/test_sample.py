@@ -21,7 +21,6 @@ from model.options import GPTConfig
 from recipe.errors import UserError, refusals
 from recipe.infer.trained import CheckpointChoice
 from recipe.run.config import Config, ConfigError
-from recipe.run.recorded import read_config
 from recipe.training.checkpoint import save_checkpoint
 from recipe.training.device import cpu_memory_limit
 from sample import SampleConfig, main, parse
@@ -70,12 +69,6 @@ def test_prompt_and_continuation_come_from_the_chosen_checkpoint(run, capsys, ch
     main([f"run={run}", "device=cpu", *arguments])
     step = {"best": 5, "newest": 9}[checkpoint]
     assert capsys.readouterr().out == "def " + continuation(step, list(b"def "), 40) + "\n"
-
-
-def test_a_configuration_that_an_experiment_computed_is_read(run):
-    path = run / ".hydra" / "config.yaml"
-    path.write_text(path.read_text().replace("batch_size: 12", "batch_size: ${divide:64,${seq_len}}"))
-    assert read_config(run).training.batch_size == 4
 
 
 @pytest.mark.parametrize("name", ["model/*.safetensors", "manifest.json"])
