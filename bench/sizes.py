@@ -29,7 +29,7 @@ TOKEN = re.compile(
 DOCSTRING = re.compile(r'(?:\A|:(?: *#.*)?\n)\s*r?"""')  # of a module, or after the line of a function or a class
 # Most code tokens of each package; a package within another does not count there again.
 BUDGETS = {
-    "attention/check": 33_700,
+    "attention/check": 34_300,
     "attention/flash": 72_000,
     "attention": 48_100,
     "mixers": 10_600,

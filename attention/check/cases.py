@@ -37,6 +37,15 @@ ROWS = {
     "tilted": "torch.linspace(-1, 1, T).unsqueeze(1)",
     "some zero": "(torch.arange(T) % 3 > 0).unsqueeze(1)",
 }
+# Which of the keys that it would see a query does see, of sequence b, head h, query i and key j.
+PATTERNS = {
+    "all": "i + j >= 0",
+    "one in three": "(i - j) % 3 == 0",
+    "blocks": "(i // 32 + j // 32) % 2 == 0",
+    "by head": "(h % 2 == 0) | (i - j < 40)",
+    "by sequence": "(j % (b + 2) > 0) | (i == j)",
+    "prefix": "(j <= i) | (j < 17)",
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -55,7 +64,8 @@ class Case:
     trend      one of TRENDS
     rows       one of ROWS
     shift      added to the scores of a row, times its factor of ROWS, by the first channels of q and k
-    mask       the visible keys come as a mask tensor
+    mask       the visible keys come as a mask tensor or a block mask
+    pattern    one of PATTERNS
     """
 
     B: int = 1
@@ -82,6 +92,7 @@ class Case:
     rows: str = "none"
     shift: float = 0.0
     mask: bool = False
+    pattern: str = "all"
     seed: int = 0
 
     def features(self) -> set[str]:
@@ -101,7 +112,7 @@ class Case:
             "document_rows": bool(self.documents) and self.B > 1,
             "empty": self.causal and not self.top_left and self.T > self.S,
             "top_left": self.top_left,
-            "mask": self.mask,
+            "mask": self.mask or self.pattern != "all",
         }
         return {name for name, needed in needs.items() if needed}
 
@@ -123,6 +134,18 @@ class Case:
     def first_position(self) -> int:
         """The position of the first query; the first key has position 0."""
         return 0 if self.top_left else self.S - self.T
+
+    def sees(self) -> str:
+        """Whether query i of sequence b and head h sees key j, as code."""
+        first = self.first_position()
+        position = f"i + {first}" if first else "i"
+        conditions = {
+            f"({PATTERNS[self.pattern]})": self.pattern != "all",
+            f"(j <= {position})": self.causal,
+            f"({position} - j < {self.window})": self.window is not None,
+            "(starts[b, i] == starts[b, j])": bool(self.documents),
+        }
+        return " & ".join(code for code, holds in conditions.items() if holds) or PATTERNS["all"]
 
     def words(self) -> str:
         """The case on one line."""
@@ -190,4 +213,9 @@ def problem(case: Case, inputs: Inputs, keep: Tensor | None = None) -> Problem:
         scale=case.scale,
         tensors={"slopes": inputs.slopes, "sinks": inputs.sinks},
     )
-    return replace(made(slice(0, case.H)), bias=inputs.bias, keep=keep, keep_scale=1 / (1 - case.dropout))
+    asked = made(slice(0, case.H))
+    if case.pattern != "all":
+        lengths = enumerate((case.B, case.H, case.T, case.S))
+        places = (torch.arange(n, device=inputs.q.device).view(-1, *[1] * (3 - axis)) for axis, n in lengths)
+        asked = replace(asked, seen=asked.seen & eval(PATTERNS[case.pattern], dict(zip("bhij", places, strict=True))))
+    return replace(asked, bias=inputs.bias, keep=keep, keep_scale=1 / (1 - case.dropout))

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from .cases import MEMORY, Case
+from .cases import MEMORY, PATTERNS, Case
 
 # Around multiples of common tile sizes: 16, 32, 48, 64, 80, 96, 128, 192, 256.
 EDGES = tuple(n + d for n in (48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256) for d in (-1, 0, 1))
@@ -110,6 +110,12 @@ def groups(seed: int) -> dict[str, list[Case]]:
             for memory in MEMORY
             if memory != "contiguous"
             for T, D in ((33, 8), (65, 64))
+        ],
+        "masks": [
+            Case(T=T, S=S, B=2, H=3, H_kv=1, causal=causal and pattern != "prefix", pattern=pattern)
+            for pattern in PATTERNS
+            if pattern != "all"
+            for T, S, causal in ((65, 65, True), (64, 192, True), (200, 130, False), (1, 129, True))
         ],
         "window": [
             Case(T=T, S=S, window=w, H_kv=1 + w % 2)

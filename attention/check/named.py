@@ -67,6 +67,12 @@ NAMED = {
     "tiled": _ours("tiled", "FlashAttention-2 in plain PyTorch, of this library"),
     "flash": _ours("flash", "the Triton kernels of this library"),
     "flex": _ours("flex", "torch's FlexAttention, through this library's masks"),
+    "flex-masks": Named(
+        "import torch\nfrom torch.nn.attention.flex_attention import flex_attention",
+        "torch.compile(flex_attention, dynamic=False)",
+        "flex",
+        "torch's flex_attention, compiled, with functions and block masks",
+    ),
     "sdpa": _sdpa("", "torch's scaled_dot_product_attention, the backend of its choice"),
     "sdpa-flash": _sdpa("FLASH_ATTENTION", "its FlashAttention"),
     "sdpa-efficient": _sdpa("EFFICIENT_ATTENTION", "its memory-efficient attention"),

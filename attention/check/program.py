@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .cases import DTYPES, MEMORY, ROWS, TRENDS, Case
+from .cases import DTYPES, MEMORY, PATTERNS, ROWS, TRENDS, Case
 from .judge import Verdict
 from .results import LEAVES, Way
 from .subject import Subject
@@ -89,11 +89,15 @@ def preamble(subject: Subject, case: Case, device: torch.device) -> list[str]:
     seen = f"torch.ones({case.T}, {case.S}, dtype=torch.bool)" + (f".tril({offset})" if case.causal else "")
     if case.window is not None:
         seen += f".triu({offset - case.window + 1})"
+    seen += here
     if case.documents:
         lines += [f"starts = torch.tensor({case.document_starts()}, dtype=torch.int32){here}"]
-        seen = f"{seen}{here} & (starts[:, None, None, :] == starts[:, None, :, None])"
-        return [*lines, f"seen = {seen}"]
-    return [*lines, f"seen = {seen}{here}"]
+        seen += " & (starts[:, None, None, :] == starts[:, None, :, None])"
+    if case.pattern != "all":
+        lengths = f"enumerate(({case.B}, {case.H}, {case.T}, {case.S}))"
+        lines += [f"b, h, i, j = (torch.arange(n){here}.view(-1, *[1] * (3 - axis)) for axis, n in {lengths})"]
+        seen += f" & ({PATTERNS[case.pattern]})"
+    return [*lines, f"seen = {seen}"]
 
 
 def in_formula(subject: Subject, case: Case, names: list[str], result: str = "out") -> list[str]:

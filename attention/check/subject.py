@@ -6,6 +6,7 @@ The names of its parameters decide how it is called:
     plain         f(q, k, v, causal=..., scale=..., window=..., ...)                    q (B, H, T, D)
     sdpa          f(q, k, v, attn_mask=..., dropout_p=..., is_causal=..., scale=...)    q (B, H, T, D)
     flash         f(q, k, v, dropout_p=..., softmax_scale=..., causal=..., ...)         q (B, T, H, D)
+    flex          f(q, k, v, score_mod=..., block_mask=..., scale=..., enable_gqa=...)  q (B, H, T, D)
     varlen        f(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)    q (total, H, D)
     transformers  f(module, q, k, v, attention_mask, scaling=..., dropout=...)          q (B, H, T, D), out (B, T, H, D)
 
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..from_file import is_in_file, load
-from .cases import DTYPES, Case, Inputs, problem
+from .cases import DTYPES, PATTERNS, Case, Inputs, problem
 from .named import NAMED, PACKAGE, Unavailable
 
 # The names that libraries give to the same parameter.
@@ -43,7 +44,8 @@ ALIASES = {
     "slopes": ("slopes", "alibi_slopes"),
     "sinks": ("sinks", "sink", "learnable_sink", "s_aux"),
     "bias": ("bias", "attn_bias"),
-    "mask": ("attn_mask",),
+    "mask": ("attn_mask", "block_mask"),
+    "score": ("score_mod",),
     "documents": ("documents", "document_ids"),
     "cu_seqlens": ("cu_seqlens",),
     "dropout": ("dropout_p", "dropout"),
@@ -59,7 +61,7 @@ FEATURE_OF = {"slopes": "alibi", "cu_seqlens": "documents", "aux": "lse"}  # whe
 # sees the keys j <= i, whatever the number of keys. `mask`: a tensor that is true where a query sees a key.
 FEATURES = {"causal", "full", "window", "documents", "soft_cap", "alibi", "sinks", "bias", "scale", "dropout", "lse"}
 FEATURES |= {"grouped", "empty", "document_rows", "top_left", "mask"}
-STYLES = ("ours", "plain", "sdpa", "flash", "varlen", "transformers")
+STYLES = ("ours", "plain", "sdpa", "flex", "flash", "varlen", "transformers")
 # From (B, H, T, D) to the axes of a style and back, as code after a tensor; the others have (B, H, T, D).
 AXES = {
     "flash": (".transpose(1, 2)", ".transpose(1, 2)"),
@@ -70,6 +72,7 @@ BOUNDS = (
     ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
     ("cu_seq_q", "cu_seq_k", "max_q", "max_k"),
 )
+FLEX = "torch.nn.attention.flex_attention"
 OUR_NAMES = ("AttentionConfig", "DropoutKey", "Score", "build_attention", "documents")
 DROPOUT_KEY = "DropoutKey({seed}, 11, 3, 5)"  # for an implementation of this library
 
@@ -124,6 +127,8 @@ class Signature:
             return "varlen"
         if {"attn_mask", "is_causal"} <= set(names):
             return "sdpa"
+        if {"score_mod", "block_mask"} <= set(names):
+            return "flex"
         return "flash" if "softmax_scale" in names else "plain"
 
     def features(self, style: str) -> frozenset[str]:
@@ -133,6 +138,8 @@ class Signature:
         if style == "sdpa":  # a mask can express any of these; the causal flag starts at the upper left
             masked = FEATURES - {"soft_cap", "alibi", "sinks", "lse", "grouped"}
             return frozenset(masked | ({"grouped"} if self.name("grouped") else set()))
+        if style == "flex":  # functions express all but these
+            return frozenset(FEATURES - {"sinks", "dropout", "lse"} | ({"lse"} if self.name("lse") else set()))
         roles = {role for role in ALIASES if self.name(role)}
         offered = {FEATURE_OF.get(role, role) for role in roles} & FEATURES | {"grouped", "causal", "empty"}
         if "causal" in roles or self.pair():
@@ -244,7 +251,13 @@ class Subject:
                 positional = bounds(case)
             else:  # flash-attn 4 has another parameter before them
                 named |= zip(names, bounds(case), strict=True)
-        if case.mask or (self.style == "sdpa" and needs_mask(case)):
+        if self.style == "flex":
+            if case.sees() != PATTERNS["all"]:
+                sizes = f"{case.B}, {case.H}, {case.T}, {case.S}, device=q.device"
+                give("mask", f"{FLEX}.create_block_mask(lambda b, h, i, j: {case.sees()}, {sizes})")
+            if (changed := changed_score(case)) != "s":
+                give("score", f"lambda s, b, h, i, j: {changed}")
+        elif "mask" in case.features() or (self.style == "sdpa" and needs_mask(case)):
             give("mask", "bias.masked_fill(~seen, -torch.inf)" if case.bias else "seen")
         else:
             if signature.name("causal"):
@@ -260,11 +273,11 @@ class Subject:
                     give("documents", "starts")
             if case.bias:
                 give("bias", "bias")
-        if case.alibi:
-            give("slopes", "slopes")
-        if case.sinks:
-            give("sinks", "sinks")
-        for role, value in (("scale", case.scale), ("soft_cap", case.soft_cap), ("dropout", case.dropout or None)):
+        given: dict[str, Any] = {"scale": case.scale}
+        if self.style != "flex":  # whose functions change scores
+            given |= {"slopes": "slopes" if case.alibi else None, "sinks": "sinks" if case.sinks else None}
+            given |= {"soft_cap": case.soft_cap, "dropout": case.dropout or None}
+        for role, value in given.items():
             if value is not None:
                 give(role, value)
         if case.dropout and signature.name("seed"):
@@ -272,7 +285,7 @@ class Subject:
         for role, asked in (("grouped", case.H_kv != case.H), ("deterministic", True), ("lse", lse)):
             if asked and signature.name(role):
                 give(role, True)
-        if lse and signature.name("aux"):
+        if lse and signature.name("aux") and not signature.name("lse"):
             give("aux", "torch.nn.attention.varlen.AuxRequest(lse=True)")
         return positional, named
 
@@ -303,7 +316,8 @@ class Subject:
         names = [name for name in OUR_NAMES if f"{name}(" in code and not any(name in line for line in lines)]
         if names:
             lines += [f"from {self.library.__name__ if self.library else PACKAGE} import {', '.join(names)}"]
-        return lines + [f"import {name}" for name in ("dataclasses", "torch.nn.attention.varlen") if f"{name}." in code]
+        modules = ("dataclasses", "torch.nn.attention.varlen", FLEX)
+        return lines + [f"import {name}" for name in modules if f"{name}." in code]
 
     def code(self, case: Case, lse: bool = False) -> str:
         """An expression for the output (B, H, T, D) in q, k, v, slopes, sinks, bias, seen and starts.
@@ -360,6 +374,13 @@ def needs_mask(case: Case) -> bool:
     """Whether torch's scaled_dot_product_attention needs a mask, because its causal flag starts at the upper left."""
     aligned = case.T == case.S or case.top_left or not case.causal
     return bool(case.window is not None or case.documents or case.bias or not aligned)
+
+
+def changed_score(case: Case) -> str:
+    """The score of query i and key j in head h, as code in their product s."""
+    score = "s" if case.soft_cap is None else f"{case.soft_cap} * torch.tanh(s / {case.soft_cap})"
+    score += f" - slopes[h] * (i + {case.first_position()} - j)" if case.alibi else ""
+    return score + (" + bias[0, h, i, j]" if case.bias else "")
 
 
 def bounds(case: Case) -> list[str]:

@@ -1,9 +1,8 @@
-"""The implementation in torch: derivatives in fp64, memory, compilation, CUDA graphs."""
+"""The implementation in torch: derivatives in fp64, compilation, CUDA graphs, tensors of more than 2^31 elements."""
 
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +11,13 @@ from torch import Tensor
 
 from .behaviour import same
 from .calls import results_of
-from .cases import Case, draw
-from .memory import AllocationMeter
+from .cases import DTYPES, Case, Inputs, draw
 from .program import calling
 from .results import Refused, judged, results, short
 from .run import Line, Session, failed
 
 SECTION = "in torch"
-DOUBLING = (128, 256, 512, 1024)  # lengths
-SLOW_S = 2.0  # no longer length is tried after a call that takes so many seconds
+LARGE_TENSORS = 13  # inputs, outputs, gradients, and room for an implementation's own
 
 
 def derivatives(session: Session) -> Line:
@@ -65,41 +62,6 @@ def derivatives(session: Session) -> Line:
     if not calls:
         return Line(SECTION, name, "skip", "no time was left")
     return Line(SECTION, name, "ok", "gradients are the derivatives of out, in fp64", calls)
-
-
-def memory(session: Session) -> Line:
-    """How memory grows with the length, forward and backward."""
-    sizes: dict[int, int] = {}
-    for T in DOUBLING:
-        started = time.monotonic()
-        case = Case(T=T, S=T, D=32, B=1, H=2, H_kv=2, dtype=session.dtypes[0], causal=True)
-        inputs = draw(case, session.device)
-        try:
-            results(session.subject, case, inputs, session.gradients)  # allocates what later calls reuse
-            sizes[T] = peak(session, case)
-        except Refused as error:
-            return Line(SECTION, "memory", "skip", f"refused: {error}")
-        if len(sizes) > 1 and time.monotonic() - started > SLOW_S:
-            break
-    T = max(sizes)
-    power = math.log2(max(sizes[T], 1) / max(sizes[T // 2], 1))
-    passes = "forward and backward" if session.gradients else "forward"
-    detail = f"grows with length^{power:.1f}: {sizes[T] / 2**20:.1f} MiB at {T} ({passes}, 2 heads of 32)"
-    return Line(SECTION, "memory", "note", detail, len(sizes))
-
-
-def peak(session: Session, case: Case) -> int:
-    """Bytes at the peak of a call, above its inputs."""
-    inputs = draw(case, session.device)
-    if session.device.type == "cuda":
-        torch.cuda.synchronize(session.device)
-        torch.cuda.reset_peak_memory_stats(session.device)
-        before = torch.cuda.memory_allocated(session.device)
-        results(session.subject, case, inputs, session.gradients)
-        return torch.cuda.max_memory_allocated(session.device) - before
-    with AllocationMeter() as meter:
-        results(session.subject, case, inputs, session.gradients)
-    return meter.peak
 
 
 def compilation(session: Session) -> Line:
@@ -165,4 +127,35 @@ def graph(session: Session) -> Line:
     return failed(SECTION, name, what, case, share=worst.share)
 
 
-CHECKS = {"gradcheck": derivatives, "memory": memory, "compilation": compilation, "CUDA graph": graph}
+def large(session: Session) -> Line:
+    """A call on tensors of more than 2^31 elements, of which the first, a middle and the last sequence are judged."""
+    name, subject, device = "more than 2^31 elements", session.subject, session.device
+    case = session.case(1024, dtype=session.dtypes[-1], B=1025, H=16, H_kv=16, D=128)
+    dtype, shape = DTYPES[case.dtype], (case.B, case.H, case.T, case.D)
+    needed = LARGE_TENSORS * math.prod(shape) * dtype.itemsize
+    if device.type != "cuda" or torch.cuda.mem_get_info(device)[0] < needed:
+        return Line(SECTION, name, "skip", f"needs a CUDA GPU with {needed >> 30} GiB of free memory")
+    generator = torch.Generator(device).manual_seed(case.seed)
+    inputs = Inputs(*(torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(4)))
+    try:
+        got = results(subject, case, inputs, session.gradients)
+        for b in (0, case.B // 2, case.B - 1):
+            one = Inputs(*(x[b : b + 1] for x in (inputs.q, inputs.k, inputs.v, inputs.do)))
+            of_one = {name: x if x is None else x[b : b + 1] for name, x in got.items()}
+            worst = max(judged(subject, replace(case, B=1), one, of_one), key=lambda v: v.share)
+            if not worst.passes:
+                what = f"{worst.name} of sequence {b} is {worst.error:.3g} off ({case.words()})"
+                return failed(SECTION, name, what, case, share=worst.share)
+    except Refused as error:
+        return Line(SECTION, name, "skip", f"refused: {error}")
+    finally:
+        torch.cuda.empty_cache()  # other processes of the check need it
+    return Line(SECTION, name, "ok", "the first, a middle and the last sequence are right", 1)
+
+
+CHECKS = {
+    "gradcheck": derivatives,
+    "compilation": compilation,
+    "CUDA graph": graph,
+    "more than 2^31 elements": large,
+}

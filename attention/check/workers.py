@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 import warnings
@@ -152,6 +153,8 @@ def serve(connection: Connection) -> None:
             while (received := connection.recv()) is not None:
                 try:
                     session, job = pickle.loads(received)
+                    if "torch._dynamo" in sys.modules:  # a compiled attention is compiled for each shape
+                        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**20
                     connection.send(job(session))
                 except Exception as error:
                     if str(error).startswith("CUDA error"):  # the GPU computes nothing after it

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -29,17 +30,17 @@ from attention import (
     build_attention,
 )
 from attention.__main__ import main as command
-from attention.check import accuracy, behaviour, parts, system, workers
+from attention.check import accuracy, behaviour, parts, workers
 from attention.check.accuracy import smallest_failure
 from attention.check.behaviour import CHECKS, not_finite, same
-from attention.check.cases import MEMORY, TRENDS, Case, draw
+from attention.check.cases import MEMORY, PATTERNS, TRENDS, Case, draw
 from attention.check.cli import check, main
 from attention.check.dropout import dropout
 from attention.check.grid import groups
 from attention.check.judge import Verdict
 from attention.check.plan import Plan
 from attention.check.printing import Report, text
-from attention.check.results import verdicts
+from attention.check.results import Refused, verdicts
 from attention.check.run import Line, Session, interpreting, prepare
 from attention.check.subject import CheckError, Subject, find
 from attention.interface import Call
@@ -116,8 +117,22 @@ def plain(q, k, v, causal=True, scale=None, window=None, softcap=None, alibi_slo
     return (out, joined.float().logsumexp(dim=-1)) if return_lse else out
 
 
+def flexible(q, k, v, score_mod=None, block_mask=None, scale=None, enable_gqa=False, head=1, query=1):
+    """torch's flex_attention in words. `head` or `query` 0: its mask is that of head 0, or of the first of 128 rows."""
+    B, H, T, S = *q.shape[:3], k.shape[2]
+    b, h, i, j = (torch.arange(n).view(-1, *[1] * (3 - axis)) for axis, n in enumerate((B, H, T, S)))
+    k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
+    s = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
+    s = s if score_mod is None else score_mod(s.float(), b, h, i, j)
+    of_query = i if query else i // 128 * 128
+    seen = torch.ones(T, S) > 0 if block_mask is None else block_mask.mask_mod(b, h * head, of_query, j)
+    p = s.masked_fill(~seen, -torch.inf).softmax(dim=-1).masked_fill(~seen.any(dim=-1, keepdim=True), 0.0)
+    return p.to(v.dtype) @ v
+
+
 # Of a style by name tests/attention/test_peers.py has more.
 STYLES = {
+    "tests.attention.test_check:flexible": {"window", "documents", "mask", "soft_cap", "alibi", "bias", "top_left"},
     "tests.attention.test_check:plain": {"window", "soft_cap", "alibi", "sinks", "lse", "full"},
     "torch.nn.functional:scaled_dot_product_attention": {"window", "documents", "bias", "top_left", "dropout"},
     "transformers.integrations.sdpa_attention:sdpa_attention_forward": {"window", "full"},
@@ -135,6 +150,24 @@ def test_parameters_decide_how_a_function_is_called_and_what_it_declares(target:
     assert len(tried) >= 3
     for case in tried:
         assert worst(subject, case).passes, case
+
+
+@pytest.mark.filterwarnings("ignore:return_lse is deprecated", "ignore:flex_attention called without torch.compile")
+def test_masks_are_functions_of_block_masks_and_tensors_elsewhere():
+    torch_flex, sdpa, masks = find("torch.nn.attention.flex_attention:flex_attention"), find("sdpa"), ALL["masks"]
+    assert torch_flex.style == "flex"
+    for case in masks:
+        assert worst(sdpa, case).passes, case
+    for case in masks[::7]:
+        assert max(verdict.share for verdict in verdicts(torch_flex, case, CPU, gradients=False)) <= 1, case
+    for wrong in ({"head": 0}, {"query": 0}):
+        subject = replace(find("tests.attention.test_check:flexible"), function=partial(flexible, **wrong))
+        failing = [case for case in masks if not worst(subject, case).passes]
+        assert {case.pattern for case in failing} == ({"by head"} if "head" in wrong else PATTERNS.keys() - {"all"})
+        shown = smallest_failure(session_of(subject), failing[0], worst(subject, failing[0]))
+        with pytest.raises(AssertionError):
+            exec(shown.code.replace("flexible(", "wrong("), {"wrong": subject.function})
+        exec(shown.code, {})
 
 
 @pytest.mark.parametrize("name", ["hf-eager", "hf-sdpa"])
@@ -351,7 +384,6 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "my_module.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(accuracy, "QUICK", 48)
-    monkeypatch.setattr(system, "DOUBLING", (32, 64))
     monkeypatch.delitem(parts.PARTS, "compilation")
     commands = re.findall(r"^    gpt-attention check (.*)$", page, flags=re.MULTILINE)
     asked = [re.findall(r'"[^"]*"|\S+', command) for command in commands]
@@ -718,9 +750,12 @@ def test_a_fault_of_unusual_inputs_or_of_a_library_is_found_in_its_line_where_no
 def test_correct_attention_is_not_accused(name: str):
     """In some calls of all groups. `python -m tests.attention.faults --right` makes all of them."""
     session = session_of(right_attention.subject(name), "fp32")
-    cases = random.Random(name).sample([x for x in SMALL if session.subject.supports(x)], 3)
+    judged, cases = 0, random.Random(name).sample([x for x in SMALL if session.subject.supports(x)], 3)
     for case, dtype in zip(cases, ("fp32", "bf16", "fp16"), strict=True):
-        assert worst(session.subject, replace(case, dtype=dtype)).passes, case
+        with suppress(Refused):
+            assert worst(session.subject, replace(case, dtype=dtype)).passes, case
+            judged += 1
+    assert judged
     if name in right_attention.RIGHT:
         assert {CHECKS[line](session).status for line in ("some gradients", "autocast")} == {"ok"}
 
