@@ -32,6 +32,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Pairs of a query and a key that are compared in each head, in fp64: more would take longer than training.
 PAIRS = {"cpu": 2**16, "cuda": 2**22}
 STEEP = 10.0  # standard deviation of scores in the steep calls
+Inputs = tuple[Tensor, Tensor, Tensor]  # q (B, H, T, D) and k, v (B, H_kv, S, D)
 
 
 def part(B: int, T: int, device: torch.device) -> tuple[int, int]:
@@ -120,22 +121,29 @@ class Listener:
         **tensors: Any,
     ) -> AttentionOutput:
         options: dict[str, Any] = {"score": score, "layout": layout, "scale": scale, "dropout_key": dropout_key}
-        self.judge(Called(q, k, v, options, tensors))
+        self.judge((q, k, v), options, tensors)
         self.layer += 1
         return self.attend(q, k, v, **options, **tensors)
 
-    def judge(self, called: Called) -> None:
-        """Measure the errors of one layer's attention in all the ways that the module's docstring lists."""
+    def judge(self, inputs: Inputs, options: dict[str, Any], tensors: dict[str, Any]) -> None:
+        """Measure the errors of one layer's attention in all the ways that the module's docstring lists.
+
+        options, tensors  the call's other arguments
+        """
         found, where = self.found, f"layer {self.layer}, {'training' if self.training else 'evaluation'}"
         try:
-            found.lines["error"].append(self.line(called, where))
+            found.lines["error"].append(self.line(inputs, options, tensors, where))
         except NotImplementedError as error:
             found.unseen[f"layer {self.layer}"] = str(error)
             return
-        higher = torch.float64 if called.q.dtype is torch.float32 else torch.float32
+        higher = torch.float64 if inputs[0].dtype is torch.float32 else torch.float32
         try:
-            precise = called.to(higher)
-            lines = [self.line(precise, where), self.line(precise.steep(), where, ", steep scores")]
+            q, k, v = (x.to(higher) for x in inputs)
+            steep = steepened(q, k, options["scale"]), k, v
+            lines = [
+                self.line((q, k, v), options, tensors, where),
+                self.line(steep, options, tensors, where, ", steep scores"),
+            ]
         except (AttentionError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -144,29 +152,27 @@ class Listener:
         found.precision = NAMES[higher]
         found.lines["error_higher"] += lines
 
-    def line(self, called: Called, where: str, how: str = "") -> Line:
+    def line(self, inputs: Inputs, options: dict[str, Any], tensors: dict[str, Any], where: str, how: str = "") -> Line:
         """What `watch` says of a call, with gradients in training."""
-        q, k, v = called.q.detach(), called.k.detach(), called.v.detach()
-        tensors: dict[str, Any] = {
-            name: x.detach() if isinstance(x, Tensor) else x for name, x in called.tensors.items()
-        }
+        q, k, v = (x.detach() for x in inputs)
+        plain: dict[str, Any] = {name: x.detach() if isinstance(x, Tensor) else x for name, x in tensors.items()}
         leaves = {"dq": q, "dk": k, "dv": v}
-        of_heads = [x.name for x in called.options["score"].head_tensors]
+        of_heads = [x.name for x in options["score"].head_tensors]
         leaves |= {
-            f"d{name}" if name in of_heads else f"d({name})": tensors[name]
-            for name, x in called.tensors.items()
+            f"d{name}" if name in of_heads else f"d({name})": plain[name]
+            for name, x in tensors.items()
             if name in self.made or (isinstance(x, Tensor) and x.requires_grad)
         }
-        problem = problem_of(q, k, **called.options, dropout=self.dropout, tensors=tensors)
+        problem = problem_of(q, k, **options, dropout=self.dropout, tensors=plain)
 
         def call() -> AttentionOutput:
             try:
-                return self.attend(q, k, v, **called.options, **tensors, return_lse=True)
+                return self.attend(q, k, v, **options, **plain, return_lse=True)
             except AttentionError:
                 self.found.unseen["the log-sum-exp"] = "it is not returned"
-                return self.attend(q, k, v, **called.options, **tensors)
+                return self.attend(q, k, v, **options, **plain)
 
-        do = called.gradient_of_out(self.layer)
+        do = gradient_of_out(q, self.layer)
         results = results_of(call, leaves if self.training else {}, do)
         values = {"q": q.detach(), "k": k.detach(), "v": v.detach(), "do": do}
         values |= {x: torch.full_like(leaves[x], math.nan) if y is None else y for x, y in results.items()}
@@ -175,29 +181,15 @@ class Listener:
         return taken.line(step=0)
 
 
-@dataclass(frozen=True)
-class Called:
-    """A layer's call: q (B, H, T, D), k, v (B, H_kv, S, D), and the other arguments."""
+def steepened(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+    """Queries so large that the scores' standard deviation is about STEEP."""
+    D = q.shape[-1]
+    scale = 1 / math.sqrt(D) if scale is None else abs(scale)
+    spread = scale * math.sqrt(D) * q.square().mean().sqrt() * k.square().mean().sqrt()
+    return q * (STEEP / spread.clamp(min=1e-6))
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    options: dict[str, Any]
-    tensors: dict[str, Any]
 
-    def to(self, dtype: torch.dtype) -> Called:
-        """The same in another precision."""
-        return Called(self.q.to(dtype), self.k.to(dtype), self.v.to(dtype), self.options, self.tensors)
-
-    def steep(self) -> Called:
-        """The same with queries so large that the scores' standard deviation is about STEEP."""
-        D, scale = self.q.shape[-1], self.options["scale"]
-        scale = 1 / math.sqrt(D) if scale is None else abs(scale)
-        spread = scale * math.sqrt(D) * self.q.square().mean().sqrt() * self.k.square().mean().sqrt()
-        return Called(self.q * (STEEP / spread.clamp(min=1e-6)), self.k, self.v, self.options, self.tensors)
-
-    def gradient_of_out(self, layer: int) -> Tensor:
-        """(B, H, T, D), normal numbers that are the same in every probe."""
-        generator = torch.Generator(self.q.device).manual_seed(layer)
-        do = torch.randn(self.q.shape, generator=generator, device=self.q.device)
-        return do.to(self.q.dtype)
+def gradient_of_out(q: Tensor, layer: int) -> Tensor:
+    """(B, H, T, D), normal numbers that are the same in every probe."""
+    generator = torch.Generator(q.device).manual_seed(layer)
+    return torch.randn(q.shape, generator=generator, device=q.device).to(q.dtype)
