@@ -174,19 +174,12 @@ class ParityProbe:
             return fwd_bwd(model, batch, key, attend, dtype, loss_scale)
 
         reference = run(self.reference, self.shape.dtype)
-        difference = differences(run(model.attend, self.shape.dtype), reference)
+        difference, worst = differences(run(model.attend, self.shape.dtype), reference)
         with full_precision_products():
-            noise = differences(reference, run(self.reference, self.exact_dtype))
-        worst = max(difference.gradients, key=lambda name: rank(difference.gradients[name]))
-        return {
-            "parity/loss_diff": difference.loss,
-            "parity/logits_max_diff": difference.logits,
-            "parity/grad_rel_err": difference.gradients[worst],
-            "parity/worst_parameter": worst,
-            "parity/noise_loss_diff": noise.loss,
-            "parity/noise_logits_max_diff": noise.logits,
-            "parity/noise_grad_rel_err": max(noise.gradients.values(), key=rank),
-        }
+            noise, _ = differences(reference, run(self.reference, self.exact_dtype))
+        measured: dict[str, Any] = {f"parity/{name}": value for name, value in difference.items()}
+        measured["parity/worst_parameter"] = worst
+        return measured | {f"parity/noise_{name}": value for name, value in noise.items()}
 
     def _planned(self, model: GPT, B: int, T: int) -> tuple[int, int]:
         """The part of (B, T) that should fit, estimated from the size of the reference's scores and of the logits."""
@@ -229,16 +222,6 @@ class FwdBwd:
     loss: Tensor  # scalar
     logits: Tensor  # (B, T, vocab_size)
     gradients: dict[str, Tensor]
-
-
-@dataclass
-class Differences:
-    """Two of them compared: |loss difference|, the largest |logit difference|, and each parameter's relative error of
-    the gradient, ||a - b|| / ||b||."""
-
-    loss: float
-    logits: float
-    gradients: dict[str, float]
 
 
 def fwd_bwd(
@@ -296,17 +279,17 @@ class FwdBwdModule(nn.Module):
         return FwdBwd(loss.detach(), logits.detach(), unscaled)
 
 
-def differences(a: FwdBwd, b: FwdBwd) -> Differences:
-    """The differences of a and b."""
+def differences(a: FwdBwd, b: FwdBwd) -> tuple[dict[str, float], str]:
+    """|loss difference|, the largest |logit difference|, and the largest relative error of a parameter's gradient,
+    ||a - b|| / ||b||; and that parameter."""
     dtype = accum_dtype(torch.promote_types(a.logits.dtype, b.logits.dtype))
     # One sequence at a time: copies of all logits in `dtype` may not fit in memory.
     logits = torch.stack([(x.to(dtype) - y.to(dtype)).abs().max() for x, y in zip(a.logits, b.logits, strict=True)])
-    errors = torch.stack([relative_error(a.gradients[name], b.gradients[name]) for name in b.gradients])
-    return Differences(
-        loss=(a.loss.double() - b.loss.double()).abs().item(),
-        logits=logits.max().item(),
-        gradients=dict(zip(b.gradients, errors.tolist(), strict=True)),
-    )
+    relative = torch.stack([relative_error(a.gradients[name], b.gradients[name]) for name in b.gradients])
+    errors = dict(zip(b.gradients, relative.tolist(), strict=True))
+    worst = max(errors, key=lambda name: rank(errors[name]))
+    loss = (a.loss.double() - b.loss.double()).abs().item()
+    return {"loss_diff": loss, "logits_max_diff": logits.max().item(), "grad_rel_err": errors[worst]}, worst
 
 
 def relative_error(a: Tensor, b: Tensor) -> Tensor:
