@@ -9,7 +9,6 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from recipe.compare import publish
 from recipe.compare.runs import ReportError
 from recipe.errors import UserError
 from tests.recipe.compare.synthetic import write_run
+from tests.recipe.run.test_wandb_thread import StandIn
 
 ROOT = Path(__file__).parents[1]
 
@@ -126,28 +126,6 @@ def test_a_reference_that_did_not_run_is_named(sweep: Path) -> None:
         compare.main([str(sweep), "reference=navie"])
 
 
-class FakeWandb(SimpleNamespace):
-    """Records what a run is asked, as wandb would be."""
-
-    def __init__(self) -> None:
-        super().__init__(options={}, files=[], finished=False, step=0, Settings=dict, Artifact=self.artifact)
-
-    def artifact(self, name: str, type: str) -> Any:
-        return SimpleNamespace(name=name, type=type, add_file=self.files.append)
-
-    def init(self, **options: Any) -> Any:
-        self.options = options
-        self.url = "https://wandb.example/run" if options["mode"] == "online" else None
-        self.dir = str(Path(options["dir"], "offline-run-1", "files"))
-        return self
-
-    def log_artifact(self, artifact: Any) -> None:
-        self.logged = artifact.name
-
-    def finish(self, exit_code: int) -> None:
-        self.finished = exit_code == 0
-
-
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_the_report_joins_the_group_of_its_runs_in_wandb(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -155,24 +133,15 @@ def test_the_report_joins_the_group_of_its_runs_in_wandb(
     tracked = {"tracking.mode": mode, "tracking.group": "sweep-1", "tracking.project": "mine"}
     for attention in ("naive", "flash"):
         write_run(tmp_path / "sweep" / attention, attention, steps=60, overrides=tracked)
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    wandb = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     compare.main([str(tmp_path / "sweep")])
     report = tmp_path / "sweep" / "report"
-    where = "https://wandb.example/run" if mode == "online" else f"wandb sync {report / 'offline-run-1'}"
+    where = "https://wandb.example/run" if mode == "online" else f"wandb sync {report / 'wandb' / 'offline-run-1'}"
     assert f"W&B: {where}\n" in capsys.readouterr().out
-    expected = {"group": "sweep-1", "project": "mine", "mode": mode}
-    assert {name: fake.options[name] for name in expected} == expected
-    assert (fake.files, fake.logged, fake.finished) == ([str(report / "index.html")], "report", True)
-
-
-def test_a_wandb_that_fails_costs_a_sentence(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**options: Any) -> None:
-        raise RuntimeError("no such server")
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=dict, init=refuse))
-    said = publish.publish(compare.find_runs([sweep]).runs, sweep, "online")
-    assert said.endswith("W&B has stopped (RuntimeError: no such server); the report on disk is complete.")
+    (options,) = wandb.of("init")
+    assert {"group": "sweep-1", "project": "mine", "mode": mode}.items() <= options.items()
+    assert wandb.calls[1:] == [("file", str(report / "index.html")), ("artifact", "report"), ("finish", 0)]
 
 
 def test_a_wandb_that_hangs_costs_a_limited_time(sweep: Path, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:

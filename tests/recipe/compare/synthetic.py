@@ -43,7 +43,6 @@ def write_run(
     seed: int = 1,
     *,
     steps: int = 400,
-    log_every: int = 10,
     seq_len: int = 256,
     batch_size: int = 12,
     precision: str = "bf16",
@@ -106,7 +105,7 @@ def write_run(
         line: dict[str, Any] = {}
         if step % 50 == 0 or step == done:
             line["val/loss"] = val[step]
-        if step and (step % log_every == 0 or step == done):
+        if step and (step % 10 == 0 or step == done):
             line |= {
                 "train/loss": train[step],
                 "throughput/tokens_per_s": tokens_per_s * of_seed.uniform(1 - vary, 1 + vary),

@@ -76,11 +76,6 @@ def test_every_label_of_a_random_sweep_is_true_of_its_runs(
             assert line["implementation"].split(" ")[0] == by_name[line["run"]].attention
     for section, sweep in zip(report.sections, sweeps, strict=True):
         assert_true(", ".join(part for part in section.title.split(", ") if "=" in part), sweep.runs)
-        models = {str(run.option("model.name")) for run in sweep.runs}
-        assert models <= set(re.split(", | on ", section.title.split("=")[0]))
-        widths = [run.option("model.n_embd") for run in sweep.runs]
-        assert f"n_embd {', '.join(map(str, dict.fromkeys(widths)))} · " in section.subtitle
-        assert all(f"{run.option('score.name', 'causal')}" in section.subtitle for run in sweep.runs)
         assert len({cell.where for cell in sweep.cells}) == len({cell.short for cell in sweep.cells})
         assert len({cell.where for cell in sweep.cells}) == len(sweep.cells)
         for cell in sweep.cells:
@@ -114,12 +109,15 @@ def test_a_label_says_what_distinguishes_a_setting(
     assert [cell.where for cell in sorted(sweep.cells, key=lambda cell: cell.runs[0].name)] == list(swept)
 
 
-def test_the_subtitle_names_a_window_and_a_formula(tmp_path: Path) -> None:
+def test_the_subtitle_names_what_was_trained(tmp_path: Path) -> None:
     variants: dict[str, dict[str, object]] = {"0": {}, "1": {"score.window": 16}, "2": {"score.formula": "s * log(n)"}}
     for name, overrides in variants.items():
         write_run(tmp_path / name, overrides=overrides)
     runs = find_runs([tmp_path]).runs
-    assert " · score causal, causal (window=16), causal (formula=s * log(n)) · " in subtitle(runs)
+    assert subtitle(runs) == (
+        "n_layers 12 · n_heads 12 · n_embd 768 · seq_len 256 · score causal, causal (window=16), "
+        "causal (formula=s * log(n)) · dropout 0 · bf16 · NVIDIA H200"
+    )
 
 
 def test_a_setting_with_dollars_is_drawn_as_it_is(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def only(folder: Path, reference: str = "naive") -> Verdict:
 
 def sweep(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), other: str = "flash", **options: object) -> Verdict:
     """The verdict on one other implementation, which has the options, next to naive with the same seeds."""
-    shared = {key: value for key, value in options.items() if key in ("precision", "steps", "log_every")}
+    shared = {key: value for key, value in options.items() if key in ("precision", "steps")}
     for seed in seeds:
         write_run(folder / f"naive-{seed}", "naive", seed, **shared)  # type: ignore[arg-type]
         write_run(folder / f"{other}-{seed}", other, seed, **options)  # type: ignore[arg-type]

@@ -71,8 +71,9 @@ def cheated(summary: dict[str, Any] | None = None, measured: dict[str, Any] | No
     return " ".join(faults(result(SUMMARY | (summary or {}), MEASURED | (measured or {}), seconds), honest, BUDGET))
 
 
-def test_an_honest_run_has_no_fault() -> None:
+def test_an_honest_run_has_no_fault_and_one_that_takes_longer_has() -> None:
     assert cheated(measured={"bits_per_byte": 1.9, "weights": "b"}) == ""
+    assert "61 seconds, and the track allows 60" in cheated(seconds=61)
 
 
 def config(**changed: Any) -> dict[str, Any]:
@@ -110,10 +111,6 @@ def test_the_settings_that_no_edit_may_change_exist() -> None:
     settings = plain(Config())
     assert settings.keys() >= set(FIXED)
     assert flatten(settings).keys() >= {f"training.{name}" for name in OF_TRAINING}
-
-
-def test_more_time_is_named() -> None:
-    assert "61 seconds, and the track allows 60" in cheated(seconds=61)
 
 
 @pytest.mark.parametrize("path", ["eval.py", "recipe/infer/evaluation/text.py", "data/prepare.py", "models/gpt.py"])

@@ -88,6 +88,7 @@ def test_the_plan_is_written_before_the_first_run(start, tmp_path: Path, monkeyp
 
 def test_seeds_are_added_to_what_is_done(start, tmp_path: Path) -> None:
     start("arena.seeds=2")
+    start("arena.seeds=2")  # is no look
     ((first, _, runs),) = start("arena.seeds=4").launched
     assert first == 6, "learning rates are not tried again"
     assert [job["seed"] for job in runs] == ["1", "1", "2", "2", "3", "3", "4", "4"]

@@ -258,7 +258,6 @@ def test_a_formula_has_quotes_on_the_command_line_and_none_in_a_file() -> None:
     assert given.formula == file.formula == "s + bias[h, min(i - j, 127)]"
     assert given.learned == {"bias": {"shape": ["h", 128], "init": 0}}
     assert "formula: s + bias" in (CONF / "score" / "bias.yaml").read_text()
-    assert prepare(["score.formula=s * log(n)"]) == ["score.formula='s * log(n)'"]
 
 
 @pytest.mark.parametrize(
@@ -318,13 +317,6 @@ def test_a_sweep_is_refused_before_it_runs_if_one_of_its_scores_needs_several_do
 
 def test_every_key_of_the_configuration_has_a_description_of_its_values() -> None:
     assert all(expected(key) for key in keys())
-
-
-def test_overrides_reach_the_parts_with_their_types() -> None:
-    config = composed("attention=tiled", "attention.block_q=32", "optimizer.betas=[0.8,0.9]", "training.precision=bf16")
-    assert (config.attention.name, config.attention.block_q, config.attention.block_k) == ("tiled", 32, 64)
-    assert list(config.optimizer.betas) == [0.8, 0.9]
-    assert plain(config)["training"]["precision"] == "bf16"
 
 
 def test_a_preset_of_scores_is_changed_by_single_values() -> None:

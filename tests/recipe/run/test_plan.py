@@ -75,19 +75,10 @@ def test_one_factor_is_taken_without_a_try_and_none_leaves_the_rate_alone() -> N
     assert {run.lr for run in own.seed_runs()} == {None}
 
 
-def test_more_seeds_are_a_look_and_the_same_seeds_are_none() -> None:
-    first = plan()
-    assert continued(first, plan(), Path("x")) == first
-    added = continued(first, plan(seeds=7), Path("x"))
-    assert [look.seeds for look in added.looks] == [3, 7]
-    assert added.looks[0] == first.looks[0]
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"seeds": 2}, r"arena\.seeds=2 is fewer than the 3"),
-        ({"rules": Rules(margin=0.01)}, r"its margin is 0\.005 instead of 0\.01"),
         ({"rules": Rules(looks=1)}, "its looks is 2 instead of 1"),
         ({"lr": [1.0]}, "its lr is"),
     ],

@@ -22,15 +22,15 @@ ROOT = Path(__file__).parents[3]
 
 
 class StandIn:
-    """The wandb package: it notes its calls, and fails or hangs in one of them.
+    """The wandb package, and a run of it: it notes its calls, and fails or hangs in one of them.
 
     step  the steps that its server has
     """
 
-    def __init__(self, step: int = 0) -> None:
+    def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
-        self.step, self.fault, self.released = step, "", threading.Event()
-        self.Settings, self.Image = SimpleNamespace, str
+        self.step, self.fault, self.released = 0, "", threading.Event()
+        self.Settings, self.Image, self.Artifact = SimpleNamespace, str, self.artifact
         self.summary: dict[str, Any] = {}
 
     def note(self, name: str, content: Any) -> None:
@@ -48,11 +48,17 @@ class StandIn:
         if self.fault == "refuse online" and options["mode"] == "online":
             raise RuntimeError("No API key\nconfigured.")
         self.url = "https://wandb.example/run" if options["mode"] == "online" else None
-        self.dir = f"{options['dir']}/wandb/offline-run-{options['id']}/files"
+        self.dir = f"{options['dir']}/wandb/offline-run-1/files"
         return self
 
     def log(self, data: dict[str, Any], step: int) -> None:
         self.note("log", (step, data))
+
+    def artifact(self, name: str, type: str) -> Any:
+        return SimpleNamespace(name=name, add_file=lambda path: self.note("file", path))
+
+    def log_artifact(self, artifact: Any) -> None:
+        self.note("artifact", artifact.name)
 
     def finish(self, exit_code: int) -> None:
         self.note("finish", exit_code)
@@ -61,13 +67,13 @@ class StandIn:
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The stand-in, from which every thread is released in the end."""
-    stand_in = StandIn()
+    stand_in, before = StandIn(), threading.enumerate()
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     monkeypatch.setattr(process, "leave_at_once", lambda: None)
     yield stand_in
     stand_in.released.set()
     for thread in threading.enumerate():
-        if thread.name == "wandb":  # before it imports the real package
+        if thread.name == "wandb" and thread not in before:  # before it imports the real package
             thread.join(2)
 
 
