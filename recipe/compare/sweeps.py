@@ -205,7 +205,7 @@ def comparison_key(run: Run) -> dict[str, str]:
     """The settings two runs must share for their curves to be compared; the devices are among them."""
     settings = {name: value for name, value in run.settings.items() if not free(name)}
     settings |= {"training.precision": run.precision, "device": run.device, "devices": run.devices}
-    return {name: _printed(value) for name, value in sorted(settings.items())}
+    return {name: json.dumps(value, sort_keys=True, default=str) for name, value in sorted(settings.items())}
 
 
 def free(name: str) -> bool:
@@ -237,7 +237,7 @@ def places(members: Sequence[Sequence[Run]]) -> list[Place]:
     if "score" in choices:  # score=causal says that there is no window
         alike = {name for name in shared - {*differing} if among(name, ("score",)) and keys[0][name] not in _OFF}
         settings = sorted({*settings, *alike})
-    return [tuple(f"{name}={_typed(key[name])}" for name in (*choices, *settings)) for key in keys]
+    return [tuple("=".join((name, key[name].strip('"'))) for name in (*choices, *settings)) for key in keys]
 
 
 def _shared(runs: Sequence[Run], names: Iterable[str]) -> dict[str, str]:
@@ -259,12 +259,3 @@ def _follows(name: str, keys: Sequence[Mapping[str, str]], choices: Sequence[str
     group = name.partition(".")[0]
     pairs = {(key.get(group), key[name]) for key in keys}
     return group in choices and len(pairs) == len({choice for choice, _ in pairs})
-
-
-def _printed(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
-
-
-def _typed(value: str) -> str:
-    """A value as an override has it."""
-    return value.strip('"')

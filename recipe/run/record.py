@@ -108,11 +108,6 @@ class Record(NullRecord):
         """Tokens that the run has trained on, those before it was resumed included."""
         return self.tokens_before + (self.step - self.start) * self.meter.tokens_per_step
 
-    @property
-    def ended(self) -> bool:
-        """Whether the run has made all its steps, or reached its target."""
-        return self.step >= self.trainer.training.steps or self.reached is not None
-
     def print(self, text: str) -> None:
         self.tracker.print(text)
 
@@ -129,9 +124,10 @@ class Record(NullRecord):
         save_checkpoint(self.folder / "checkpoints", self.trainer.state(), n, keep_last=keep_last, metadata=metadata)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        ended = self.step >= self.trainer.training.steps or self.reached is not None
         if isinstance(error, OutOfMemory):
             status = "out_of_memory"
-        elif isinstance(error, KeyboardInterrupt) or (error is None and not self.ended):
+        elif isinstance(error, KeyboardInterrupt) or (error is None and not ended):
             status = "interrupted"
         else:
             status = "completed" if error is None else "failed"

@@ -24,13 +24,11 @@ from typing import Any
 from data.atomic import write_atomically
 from data.untrusted import read_text
 from recipe.run.jobs import read_manifest
-from recipe.run.metrics import MetricsFile, TrackingError, read_metrics
+from recipe.run.metrics import MetricsFile, read_metrics
 from recipe.run.progress import ProgressLine
 from recipe.run.run_folder import read_summary
 from recipe.run.summary import ENVIRONMENT, draw_loss_curve, write_summary
 from recipe.run.wandb_thread import WandbThread
-
-__all__ = ["Tracker", "TrackingConfig", "TrackingError", "TrackingMode"]
 
 # The longest wait for W&B at the end of a run, when an upload takes longer than writing a file.
 SECONDS_TO_FINISH = {"online": 60.0, "offline": 30.0}
