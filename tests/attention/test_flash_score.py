@@ -27,6 +27,7 @@ from tests.attention.reference import (
     gradients,
     gradients_with_slopes,
 )
+from tests.attention.test_flash import projected
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -108,7 +109,8 @@ def test_queries_and_keys_that_stand_anywhere(score, q_start, k_start, horizons)
 
 @pytest.mark.slow
 def test_the_operator_keeps_torchs_rules_with_all_its_tensors():
-    q, k, v = (x.to(DEVICE).requires_grad_() for x in Case(1, 2, 1, 40, 40, 16).tensors(torch.float32)[:3])
+    x = torch.randn(1, 40, 4, 16, device=DEVICE)
+    q, k, v = (part.requires_grad_() for part in projected(x, 1, 40))
     starts = torch.zeros(1, 40, dtype=torch.int32, device=DEVICE)
     inputs = Inputs(
         key=KEY.pack(torch.device(DEVICE)),
@@ -141,7 +143,7 @@ def run_far(case: Case, tensors: tuple[Tensor, ...], name: str = "flash") -> dic
 @pytest.mark.parametrize("loud", ["key", "query"])
 def test_alibis_horizon_reaches_a_key_whose_score_outweighs_its_bias(loud, horizons):
     """One of a row's scores is 10,000, at a distance at which all others have no weight; of two sequences, in one."""
-    case = replace(FAR, B=2)
+    case = replace(FAR, B=2, H=2, H_kv=2)
     q, k, v, do = (x.to(DEVICE) for x in case.tensors(torch.float32))
     k[1, :, 3] = 40 * q[1, :, 190] / q[1, :, 190].square().sum(-1, keepdim=True)
     large, row = (k, 3) if loud == "key" else (q, 190)
