@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.recipe.compare.synthetic import write_run
+
 STEPS = 300
 TOKENS = 1024  # of a step
-BATCH = 8
 PROBES = {
     "mqar": {
         "chance": 1 / 64,
@@ -92,42 +93,20 @@ def write(
     folder: Path, arm: str, seed: int, rate: float, loss: float, ms: float, flops: float, change: dict[str, Any]
 ) -> None:
     """One run, whose validation loss falls on a straight line by a nat over the run."""
-    config = {
-        "seed": seed,
-        "seq_len": TOKENS // BATCH,
-        "attention": {"name": "naive"},
-        "score": {"name": arm},
-        "model": {"name": "tiny", "n_layers": 4, "n_heads": 4, "n_embd": 128},
-        "data": {"name": "stdlib"},
-        "optimizer": {"lr": rate},
-        "training": {"steps": STEPS},
-        "arena": {"arm": arm},
-    }
-    lines: list[dict[str, Any]] = [
-        {"step": step, "val/loss": loss + 1 - step / STEPS, "train/loss": loss + 1 - step / STEPS}
-        for step in range(0, STEPS + 1, 50)
-    ]
     summary = {
-        "status": "completed",
-        "config": config,
-        "step": STEPS,
-        "steps": STEPS,
         "tokens": STEPS * TOKENS,
         "val_loss": loss,
         "train_loss": loss,
         "median": {"throughput/step_ms": ms, "throughput/tokens_per_s": 1e3 * TOKENS / ms},
-        "peak": {"memory/peak_allocated_gib": 0.5},
         "memory_source": "attention",
         "flops_per_token": flops,
-        "parameters": 800_000,
-        "precision": "fp32",
-        "device": {"type": "cpu", "name": "cpu", "count": 1},
-        "git": {"commit": "0123456789abcdef", "dirty": False},
-        "started": "2026-11-20T10:00:00+00:00",
         "probes": PROBES,
-        **change,
     }
-    folder.mkdir(parents=True)
+    settings = {"score.name": arm, "optimizer.lr": rate, "arena.arm": arm}
+    write_run(folder, "naive", seed, steps=STEPS, probe_every=0, overrides=settings, summary=summary | change)
+    lines: list[dict[str, Any]] = [
+        {"step": step, "val/loss": loss + 1 - step / STEPS, "train/loss": loss + 1 - step / STEPS}
+        for step in range(0, STEPS + 1, 50)
+    ]
     lines[-1] |= {"probe/mqar": 1 - loss / 10, "probe/mqar_x2": 0.25}
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    (folder / "summary.json").write_text(json.dumps(summary))

@@ -104,6 +104,7 @@ def test_the_numbers_can_be_copied(folder: Path, report: Report) -> None:
     assert rows.keys() == runs.keys()
     assert float(rows["parity-flash-2"]["val_loss"]) == runs["parity-flash-2"].final("val/loss")
     assert rows["wall-naive-1024"]["status"] == "out_of_memory"
+    assert "seq_len=1024" in rows["wall-flash-1024"]["settings"].split(", ")
 
 
 def test_numbers_are_written_with_units_and_few_digits() -> None:
