@@ -119,7 +119,7 @@ def plain(q, k, v, causal=True, scale=None, window=None, softcap=None, alibi_slo
 
 def flexible(q, k, v, score_mod=None, block_mask=None, scale=None, enable_gqa=False, head=1, query=1):
     """torch's flex_attention in words. `head` or `query` 0: its mask is that of head 0, or of the first of 128 rows."""
-    B, H, T, S = *q.shape[:3], k.shape[2]
+    (B, H, T), S = q.shape[:3], k.shape[2]
     b, h, i, j = (torch.arange(n).view(-1, *[1] * (3 - axis)) for axis, n in enumerate((B, H, T, S)))
     k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
     s = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT

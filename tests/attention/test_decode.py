@@ -52,16 +52,16 @@ def contiguous(lengths: list[int], capacity: int, H_kv: int, D: int, dtype: torc
 
 def paged(cache: Cache, size: int) -> Cache:
     """The same tokens in shuffled pages; pages that no token needs are not there, and their entries are -1."""
-    B, H_kv, L, D = cache.k.shape
+    (B, H_kv, L, D), device = cache.k.shape, cache.k.device
     n = -(-L // size)
-    numbers = torch.randperm(B * n, generator=torch.Generator().manual_seed(2)).view(B, n)
-    k, v = torch.full((2, B * n, H_kv, size, D), torch.nan, dtype=cache.k.dtype)
+    numbers = torch.randperm(B * n, generator=torch.Generator().manual_seed(2)).view(B, n).to(device)
+    k, v = torch.full((2, B * n, H_kv, size, D), torch.nan, dtype=cache.k.dtype, device=device)
     for b in range(B):
         for i in range(n):
             rows = slice(i * size, min((i + 1) * size, L))
             k[numbers[b, i], :, : rows.stop - rows.start] = cache.k[b, :, rows]
             v[numbers[b, i], :, : rows.stop - rows.start] = cache.v[b, :, rows]
-    needed = torch.arange(n) * size < cache.lengths[:, None]
+    needed = torch.arange(n, device=device) * size < cache.lengths[:, None]
     return Cache(k, v, cache.lengths, torch.where(needed, numbers, -1).int())
 
 

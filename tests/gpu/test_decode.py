@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, Cache, Score, build_attention
 from tests.attention.reference import Case, assert_rounding
+from tests.attention.test_decode import contiguous, paged, queries
 from tests.gpu.graphs import captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -38,29 +39,14 @@ CASES = [
 ]
 
 
-def paged(cache: Cache, size: int) -> Cache:
-    """The tokens of a contiguous cache in pages of `size`, in random order."""
-    B, H_kv, L, D = cache.k.shape
-    numbers = torch.randperm(B * L // size, device=cache.k.device)
-    k, v = torch.empty(2, len(numbers), H_kv, size, D, dtype=cache.k.dtype, device=cache.k.device)
-    for pages, rows in ((k, cache.k), (v, cache.v)):
-        pages[numbers] = rows.view(B, H_kv, -1, size, D).transpose(1, 2).flatten(0, 1)
-    return Cache(k, v, cache.lengths, numbers.view(B, -1).int())
-
-
 def flash():
     return build_attention(AttentionConfig("flash"))
 
 
-def tensors(H: int, H_kv: int, T: int, D: int, dtype: torch.dtype, capacity: int = 1536) -> tuple[Tensor, Cache]:
+def tensors(H: int, H_kv: int, T: int, D: int, dtype: torch.dtype) -> tuple[Tensor, Cache]:
     """Queries, and a cache of LENGTHS whose other slots hold NaN."""
-    generator = torch.Generator("cuda").manual_seed(T)
-    B = len(LENGTHS)
-    q = torch.randn(B, H, T, D, generator=generator, device="cuda").to(dtype)
-    k, v = (torch.randn(B, H_kv, capacity, D, generator=generator, device="cuda").to(dtype) for _ in range(2))
-    for b, n in enumerate(LENGTHS):
-        k[b, :, n:] = v[b, :, n:] = torch.nan
-    return q, Cache(k, v, torch.tensor(LENGTHS, dtype=torch.int32, device="cuda"))
+    k, v, lengths, _ = contiguous(LENGTHS, 1536, H_kv, D, dtype)
+    return queries(len(LENGTHS), H, T, D, dtype).cuda(), Cache(k.cuda(), v.cuda(), lengths.cuda())
 
 
 def cloned(cache: Cache) -> Cache:
@@ -125,7 +111,9 @@ def test_a_replayed_graph_follows_lengths_and_pages_and_waits_for_nothing(name, 
     q, cache = tensors(8, 2, 1, 64, torch.bfloat16)
     new_k, new_v = torch.randn(2, len(LENGTHS), 2, 1, 64, dtype=torch.bfloat16, device="cuda")
     cache = cache._replace(k=cache.k.nan_to_num(), v=cache.v.nan_to_num())
-    cache = cache if size is None else paged(cache, size)
+    if size is not None:  # pages for the tokens to come, too
+        full = cache._replace(lengths=torch.full_like(cache.lengths, cache.k.shape[2]))
+        cache = paged(full, size)._replace(lengths=cache.lengths)
 
     def run(cache: Cache) -> Tensor:
         cache.write(new_k, new_v)
