@@ -116,8 +116,9 @@ def build_trainer(config: Config, model: GPT, device: torch.device, world: World
     training = replace(config.training, precision=resolve_precision(config.training.precision, device))
     rate = partial(learning_rate, steps=training.steps, peak=config.optimizer.lr, config=config.schedule)
     micro_steps = training.share(model.seq_len, world).micro_steps
-    in_blocks, clip = config.parallel.data is DataParallel.shard, config.optimizer.clip
-    replayed = can_replay(training, config.attention.rng, micro_steps, in_blocks, mixes=bool(config.model.mixers))
+    mixes, clip = bool(config.model.mixers), config.optimizer.clip
+    in_blocks = mixes or config.parallel.data is DataParallel.shard
+    replayed = can_replay(training, config.attention.rng, micro_steps, in_blocks, mixes)
     sharing = Sharing(model, world, config.parallel, device, training.precision.dtype)
     optimizer = build_optimizer(sharing.model, config.optimizer)
     optimizer = sharing.share_update(optimizer)

@@ -21,7 +21,8 @@ COMPILER_OPTIONS: dict[str, Any] = {"deterministic": True}
 def compiled(model: GPT, in_blocks: bool) -> Callable[..., Tensor]:
     """The model, compiled as one, or each block.
 
-    FSDP2 gathers weights between blocks, so blocks are compiled one by one; also on one rank, for the same bits.
+    FSDP2 gathers weights between blocks, so blocks are compiled one by one; also on one rank, for the same bits. The
+    compiler does not look into mixers, and would compile each block around them anew.
     """
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_no_reminder_of_policies)
     if not in_blocks:

@@ -26,7 +26,13 @@ CPU = torch.device("cpu")
 T, B, VOCAB = 32, 2, 90
 
 
-def trainer(compile: bool, precision: Precision = Precision.fp32, **options: Any) -> Trainer:
+def trainer(
+    compile: bool,
+    precision: Precision = Precision.fp32,
+    n_layers: int = 1,
+    layers: list[str] | None = None,
+    **options: Any,
+) -> Trainer:
     training = TrainingConfig(
         steps=10,
         batch_size=B,
@@ -35,20 +41,36 @@ def trainer(compile: bool, precision: Precision = Precision.fp32, **options: Any
         compile=compile,
     )
     torch.manual_seed(0)
+    shape = GPTConfig(n_layers=n_layers, n_heads=2, n_embd=32, dropout=0.1, layers=layers)
     model = GPT(
-        GPTConfig(n_layers=1, n_heads=2, n_embd=32, dropout=0.1),
+        shape,
         VOCAB,
         T,
         build_attention(AttentionConfig(dropout=0.1)),
         Computation(**options),
     )
-    config = Config(seed=7, schedule=ScheduleConfig(warmup_steps=2), training=training)
+    config = Config(seed=7, model=shape, schedule=ScheduleConfig(warmup_steps=2), training=training)
     return build_trainer(config, model, CPU, World())
 
 
 def batches(step: int) -> list[Batch]:
     tokens = torch.randint(VOCAB, (2, 2, B, T), generator=torch.Generator().manual_seed(step))
     return [Batch(inputs, targets) for inputs, targets in tokens]
+
+
+@pytest.mark.slow
+def test_the_blocks_of_a_hybrid_are_compiled_once_for_each_kind(monkeypatch):
+    """The compiler stops after eight versions of a function, and would leave later blocks as they are."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    graphs = []
+    for n_layers in (2, 6):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        two = (trainer(x, n_layers=n_layers, layers=["gdn", "attention"]) for x in (True, False))
+        loss, expected = (x.update(0, batches(0))["train/loss"] for x in two)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1]
 
 
 @pytest.mark.slow
