@@ -176,7 +176,7 @@ def test_tensors_of_more_than_two_to_the_31_elements(D, path):
         torch.testing.assert_close(x[-1:, -1:].double(), expected)
 
 
-CHANGED: Any = SCORES["everything"] | {"documents": (1500, 500)}
+CHANGED: Any = SCORES["everything"] | {"documents": (1500, 500), "window": 700}
 
 
 @pytest.mark.parametrize(
