@@ -128,10 +128,11 @@ LONGER = {"test_fused_norm.py", "test_parts.py", "test_prepare.py"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
 
-    def turn(item: pytest.Item) -> tuple[int, bool, bool]:
+    def turn(item: pytest.Item) -> tuple[bool, int, bool, bool]:
         quick = item.path.parent.name in ("data", "model") and item.path.name not in LONGER
         place = LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
-        return place, not slow[item.path], quick
+        alone = item.get_closest_marker("whole_gpu") is not None  # all others would wait for its end
+        return alone, place, not slow[item.path], quick
 
     items.sort(key=turn)
 

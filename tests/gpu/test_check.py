@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_a_check_tries_every_input_in_some_precision_within_a_minute_and_flash_is_correct(
     capsys: pytest.CaptureFixture[str],
 ):
+    """The tests before have compiled most of its kernels. With empty caches, the first half minute goes into that."""
     started = time.monotonic()
     assert main(["flash", "--device", "cuda"]) == 0
     assert time.monotonic() - started < 70  # with the start of its processes, and their end
