@@ -212,8 +212,13 @@ def compute_backward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> 
         unscaled = q
         if factors is not None:
             q = scaled_queries(q, factors)
-        path = PATHS[choose_path(call.problem(q, k), backward=True)]
-        dsinks = path.backward(do, q, k, v, out, lse2, results, call)
+        if q.numel() == 0 or k.numel() == 0:
+            for gradient in results[:3]:
+                gradient.zero_()
+            dsinks = None if call.inputs.sinks is None else torch.zeros_like(call.inputs.sinks)
+        else:
+            path = PATHS[choose_path(call.problem(q, k), backward=True)]
+            dsinks = path.backward(do, q, k, v, out, lse2, results, call)
         learned = learned_gradients((q, k, v, addressable(do), lse2), results, call)
         if factors is not None:
             dfactors = scale_gradient(results.dq, unscaled, factors, call.spec.factors == "learned")

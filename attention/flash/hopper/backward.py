@@ -38,11 +38,10 @@ from .backward_pipeline import (
     SLOTS,
     WIDTH,
     Counters,
-    DeltaConstants,
     DeltaRows,
     allocate,
     bias_columns,
-    delta_kernel,
+    launch_delta,
     mask_drawer,
     next_tile,
     place,
@@ -376,10 +375,6 @@ def backward(
     Returns the gradient of the sinks (H,), or None where there are none.
     """
     (dq, dk, dv, sums, ds, delta), sinks, slopes = gradients, call.inputs.sinks, call.inputs.slopes
-    if q.numel() == 0 or k.numel() == 0:
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
-        return None if sinks is None else torch.zeros_like(sinks)
     problem = call.problem(q, k)
     if problem.head_dim > 128:
         return wide_backward(do, q, k, v, out, lse2, gradients, call)
@@ -405,23 +400,7 @@ def backward(
     )
     counters = Counters(q.new_empty(B * H * n_m, dtype=torch.int32), q.new_empty(1, dtype=torch.int32), None)
     dq_sum = q.new_empty(B * H * n_m * blocks.q * blocks.columns // WIDTH.value, WIDTH.value, dtype=torch.float32)
-    launch(
-        delta_kernel,
-        (B * H * n_m, 1, 1),
-        plain.tiles(out, blocks.q, blocks.columns),
-        plain.tiles(do, blocks.q, blocks.columns),
-        lse2,
-        rows,
-        counters,
-        slopes,
-        call.spec.scale * LOG2_E.value,
-        H,
-        T,
-        n_m,
-        BLOCKS=blocks,
-        CONSTANTS=DeltaConstants((256 - call.spec.threshold) / 256, mode.biased),
-        enable_fp_fusion=True,
-    )
+    launch_delta(out, do, lse2, rows, counters, call, blocks, mode.biased)
     if in_products:
         row_values = parts_tiles(rows.parts, blocks.q, PARTS.value)
     else:

@@ -11,14 +11,18 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .. import tiles as plain
+from ..call import KernelCall
+from ..launch import launch
 from ..score import LOG2_E, locate
 from ..tiles import swizzle
 from .added import PARTS, bf16_parts, prefetch_pairs
+from .configs import BackwardBlocks
 from .masks import WORDS_IN_SHARED_MEMORY, draw_transposed, load_key
 from .program import fetch_tile, query_tiles, stage_of, take_tile, tma_load, wait_empty, wait_full
 
@@ -531,3 +535,35 @@ def delta_kernel(
     tl.store(counters.work, 0, mask=tl.program_id(0) == 0)
     if counters.dq_work is not None:
         tl.store(counters.dq_work, 0, mask=tl.program_id(0) == 0)
+
+
+def launch_delta(
+    out: Tensor,
+    do: Tensor,
+    lse2: Tensor,
+    rows: DeltaRows,
+    counters: Counters,
+    call: KernelCall,
+    blocks: BackwardBlocks,
+    biased: bool,
+) -> None:
+    """Run `delta_kernel` for out and its gradient do (B, H, T, D), and the forward's lse2 (B, H, T)."""
+    B, H, T, _ = out.shape
+    n_m = (T + blocks.q - 1) // blocks.q
+    launch(
+        delta_kernel,
+        (B * H * n_m, 1, 1),
+        plain.tiles(out, blocks.q, blocks.columns),
+        plain.tiles(do, blocks.q, blocks.columns),
+        lse2,
+        rows,
+        counters,
+        call.inputs.slopes,
+        call.spec.scale * LOG2_E.value,
+        H,
+        T,
+        n_m,
+        BLOCKS=blocks,
+        CONSTANTS=DeltaConstants((256 - call.spec.threshold) / 256, biased),
+        enable_fp_fusion=True,
+    )

@@ -37,7 +37,7 @@ from ..launch import launch
 from ..score import LOG2_E, change_scores, key_interval, locate, log2_factor, sees_key
 from ..tiles import swizzle
 from .added import hopper_inputs, hopper_mode
-from .backward_pipeline import Counters, DeltaConstants, DeltaRows, delta_kernel
+from .backward_pipeline import Counters, DeltaRows, launch_delta
 from .backward_step import done, unknown_zero
 from .configs import DQ_BLOCKS, backward_blocks
 from .forward_pipeline import Work, hand_out, next_work, q_stage
@@ -355,23 +355,7 @@ def backward(
     rows = DeltaRows(
         lse2=None if slopes is None else q.new_empty(B, H, n_m * blocks.q, dtype=torch.float32), delta=delta, parts=None
     )
-    launch(
-        delta_kernel,
-        (B * H * n_m,),
-        plain.tiles(out, blocks.q, blocks.columns),
-        plain.tiles(do, blocks.q, blocks.columns),
-        lse2,
-        rows,
-        counters,
-        slopes,
-        call.spec.scale * LOG2_E.value,
-        H,
-        T,
-        n_m,
-        BLOCKS=blocks,
-        CONSTANTS=DeltaConstants((256 - call.spec.threshold) / 256, False),
-        enable_fp_fusion=True,
-    )
+    launch_delta(out, do, lse2, rows, counters, call, blocks, False)
     lse2_rows = row_tiles(lse2, T, blocks.q) if slopes is None else row_tiles(rows.lse2, n_m * blocks.q, blocks.q)
     delta_rows = row_tiles(delta, T, blocks.q)
     inputs, n_programs = hopper_inputs(call, T, S), multiprocessors(q.device)
