@@ -6,6 +6,8 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 
+from .from_file import load
+
 
 def main() -> int:
     """Run the command that the arguments name; returns the exit status."""
@@ -20,8 +22,8 @@ def main() -> int:
         package = f"{__package__}.mixers" if __package__ != "attention" else "mixers"
         if find_spec(package) is not None:
             mixers = import_module(f"{package}.check")
-            if mixers.takes_on(arguments):
-                return mixers.main(arguments)
+            if mixers.takes_on(arguments, load):
+                return mixers.main(arguments, load)
         from .check.cli import main as check
 
         return check(arguments)

@@ -1,9 +1,10 @@
-"""Attention in a file of the user's: attention=mine.py:RowsAttention."""
+"""Attention in a file or a module of the user's: attention=mine.py:RowsAttention."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import importlib.util
 import os
 import sys
@@ -29,24 +30,31 @@ def digest_of(file: Path) -> str:
 
 
 def load(name: str) -> Any:
-    """The class or function that the name is of; the file runs once in a process. Raises UnsupportedAttention."""
-    file, asked = file_of(name), Option("attention", name)
-    if not file.is_file():
-        raise UnsupportedAttention("{} cannot be imported: there is no file {}.", asked, file)
+    """What <file>.py:<name> or <module>:<name> names; a file runs once in a process. Raises UnsupportedAttention."""
+    place, asked = name.rpartition(":")[0], Option("attention", name)
+    if is_in_file(name) and not file_of(name).is_file():
+        raise UnsupportedAttention("{} cannot be imported: there is no file {}.", asked, place)
     try:
-        found = run(file.resolve())
+        found = run(file_of(name).resolve()) if is_in_file(name) else of_module(place)
         for part in name.rpartition(":")[2].split("."):
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "attention":
             raise UnsupportedAttention(
                 "{} cannot be imported: the package attention is called gpt_attention outside its checkout; write "
-                "gpt_attention in {}.", asked, file,
+                "gpt_attention in {}.", asked, place,
             ) from error  # fmt: skip
         raise UnsupportedAttention("{} cannot be imported: {}: {}.", asked, type(error).__name__, error) from error
     if not callable(found):
         raise UnsupportedAttention("{} is {}; name a class or a function.", asked, type(found).__name__)
     return found
+
+
+def of_module(name: str) -> Any:
+    """A module by its name; it may lie in the current folder."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
 
 
 @functools.cache

@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -55,52 +55,7 @@ def watch(every: int = 100, log: Callable[[dict[str, Any]], object] = print) -> 
     """
     if every < 1:
         raise AttentionError(f"watch(every={every}) needs a positive number of steps, such as 100.")
-    return Watch(Watcher(every, log))
-
-
-class Watch(AbstractContextManager["Watch"]):
-    """The block of `watch`."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self.watcher, self.restore = watcher, ExitStack()
-
-    def replace(self, name: str) -> Watch:
-        """Within the block, an implementation of this library computes torch's scaled_dot_product_attention.
-
-        It takes calls without a mask tensor and without dropout. Others raise UnsupportedAttention, and nothing falls
-        back.
-        """
-        choices = {cls.name: cls for cls in Attention.__subclasses__() if hasattr(cls, "name")}
-        if name not in choices:
-            raise UnsupportedAttention(f"{name} is not known; choose one of {', '.join(sorted(choices))}.")
-        self.watcher.name, self.watcher.implementation = name, choices[name](AttentionConfig(name))
-        return self
-
-    def __enter__(self) -> Watch:
-        hook = register_optimizer_step_post_hook(self.watcher.stepped)
-        self.restore.callback(hook.remove)
-        for owner, name, function in replacements(self.watcher):
-            self.restore.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, function)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.restore.close()
-
-
-def replacements(watcher: Watcher) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Where a module has a name for torch's function, or transformers looks functions up, and what stands in for it."""
-    sdpa = F.scaled_dot_product_attention
-    watched = watcher.sdpa(sdpa)
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and not module.__name__.startswith("torch._"):
-            for name, value in list(vars(module).items()):
-                if value is sdpa:
-                    yield module, name, watched
-    transformers = sys.modules.get("transformers.modeling_utils")
-    if transformers is not None:
-        interface = transformers.AttentionInterface
-        yield interface, "get_interface", watcher.interface(interface.get_interface)
+    return Watch(every, log)
 
 
 class Line(dict[str, Any]):
@@ -281,8 +236,8 @@ def flex_mask(
     return create_mask(mask, B, H, T, S, device=str(device))
 
 
-class Watcher:
-    """Counts steps, chooses calls and takes them.
+class Watch(ExitStack):
+    """The block of `watch`: counts steps, chooses calls and takes them.
 
     step        the number of steps made
     judged      for each layer that was seen, how often it was judged
@@ -298,12 +253,46 @@ class Watcher:
     implementation: Attention | None = None
 
     def __init__(self, every: int, log: Callable[[dict[str, Any]], object]) -> None:
+        super().__init__()
         self.every, self.log = every, log
         self.step, self.calls, self.inside = 0, 0, False
         self.judged: dict[str, int] = {}
         self.taken: Taken | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self.others: list[tuple[str, str, dict[str, Tensor]]] = []
+
+    def replace(self, name: str) -> Self:
+        """Within the block, an implementation of this library computes torch's scaled_dot_product_attention.
+
+        It takes calls without a mask tensor and without dropout. Others raise UnsupportedAttention, and nothing falls
+        back.
+        """
+        choices = {cls.name: cls for cls in Attention.__subclasses__() if hasattr(cls, "name")}
+        if name not in choices:
+            raise UnsupportedAttention(f"{name} is not known; choose one of {', '.join(sorted(choices))}.")
+        self.name, self.implementation = name, choices[name](AttentionConfig(name))
+        return self
+
+    def __enter__(self) -> Self:
+        self.callback(register_optimizer_step_post_hook(self.stepped).remove)
+        for owner, name, function in self.replacements():
+            self.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        return self
+
+    def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """Where a module has a name for torch's function, or transformers looks functions up, and what stands in."""
+        sdpa = F.scaled_dot_product_attention
+        watched = self.sdpa(sdpa)
+        for module in list(sys.modules.values()):
+            if isinstance(module, ModuleType) and not module.__name__.startswith("torch._"):
+                for name, value in list(vars(module).items()):
+                    if value is sdpa:
+                        yield module, name, watched
+        transformers = sys.modules.get("transformers.modeling_utils")
+        if transformers is not None:
+            interface = transformers.AttentionInterface
+            yield interface, "get_interface", self.interface(interface.get_interface)
 
     def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """torch's hook after a step of any optimizer. Of several, the steps of one count."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from bench.machine import require_gpu
 from bench.measure import Timing, interleaved, peak_bytes
 from bench.record import Row, command_line, read, recording, write_table
-from mixers.check import RECURRENCES, check, find
+from mixers.check import RECURRENCES, check, named
 from mixers.layers import build_mixer
 from recipe.wording import markdown_table
 
@@ -52,7 +52,7 @@ def packages_layer(name: str, C: int, H: int) -> nn.Module:
 def judged(name: str) -> Row:
     """The lines of a check of the package's kernels."""
     device = torch.device("cuda")
-    lines = [line._asdict() for line in check(find(f"fla-{name}", None, device), device, DTYPES, CHUNK, SIZES)]
+    lines = [line._asdict() for line in check(named(f"fla-{name}", device), device, DTYPES, CHUNK, SIZES)]
     return {"part": "check", "mixer": name, "lines": lines}
 
 

@@ -19,8 +19,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +47,7 @@ NAMES = [f"{way}-{name}" for way in IMPLEMENTATIONS for name in RECURRENCES]
 OURS, PACKAGES = {"log_decay", "beta", "initial", "documents"}, {"g", "beta", "initial_state", "cu_seqlens"}
 LEAVES = ("q", "k", "v", "log_decay", "beta", "initial")
 Mixer = Callable[[MixerInputs, Recurrence, float], tuple[Tensor, Tensor | None]]
+Load = Callable[[str], Any]  # what my_module:name or file.py:name names; raises ValueError
 
 
 class Subject(NamedTuple):
@@ -195,52 +194,36 @@ def check(
         yield Line("skip", name, "not among its parameters")
 
 
-def loaded(target: str) -> Any:
-    """What my_module:name, or a file.py:name, names. Raises MixerError."""
-    module, _, name = target.rpartition(":")
-    try:
-        if module.endswith(".py"):
-            spec = spec_from_file_location(Path(module).stem, module)
-            assert spec is not None
-            assert spec.loader is not None
-            found = module_from_spec(spec)
-            spec.loader.exec_module(found)
-        else:
-            sys.path.insert(0, "")
-            found = import_module(module)
-        return getattr(found, name)
-    except (Exception, SystemExit) as error:  # the module may raise any kind
-        raise MixerError(f"{target} cannot be imported: {error}") from error
-
-
 def parameters_of(function: Callable[..., Any]) -> set[str]:
     """The names of a function's parameters."""
     return set(inspect.signature(function).parameters)
 
 
-def takes_on(arguments: Sequence[str]) -> bool:
+def takes_on(arguments: Sequence[str], load: Load) -> bool:
     """Whether the arguments of `gpt-attention check` name a mixer, and no attention."""
     target = next((argument for argument in arguments if argument in NAMES or ":" in argument), "")
     if target in NAMES or any(argument.startswith("--mixer") for argument in arguments):
         return True
     try:
-        return bool(parameters_of(loaded(target)) & (OURS | PACKAGES) - {"documents", "cu_seqlens"})
-    except (MixerError, TypeError, ValueError):
+        return bool(parameters_of(load(target)) & (OURS | PACKAGES) - {"documents", "cu_seqlens"})
+    except (TypeError, ValueError):  # it cannot be loaded, or has no signature
         return False
 
 
-def find(target: str, name: str | None, device: torch.device) -> Subject:
-    """The mixer of a name or of my_module:my_mixer, which computes the recurrence of `name`. Raises MixerError.
+def named(target: str, device: torch.device) -> Subject:
+    """The mixer of a name of NAMES. Raises MixerError."""
+    way, _, kind = target.partition("-")
+    if way == "fla":
+        check_device(device)
+        check_gradients(RECURRENCES[kind], device)
+    return Subject(target, IMPLEMENTATIONS[way], RECURRENCES[kind])
+
+
+def of_function(target: str, function: Callable[..., Any], name: str | None, device: torch.device) -> Subject:
+    """The mixer that a function is, which computes the recurrence of `name`. Raises MixerError.
 
     name  None: the recurrence that a call of a few tokens is nearest to
     """
-    if target in NAMES:
-        way, _, kind = target.partition("-")
-        if way == "fla":
-            check_device(device)
-            check_gradients(RECURRENCES[kind], device)
-        return Subject(target, IMPLEMENTATIONS[way], RECURRENCES[kind])
-    function = loaded(target)
     names = parameters_of(function)
     if PACKAGES & names - OURS:
         call: Mixer = partial(through_package, function)
@@ -280,7 +263,7 @@ def called(
     return (result, None) if isinstance(result, Tensor) else result
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], load: Load) -> int:
     """Run `gpt-attention check` for a mixer; returns the exit status: 0 if it is correct, 1 if not, 2 if unknown."""
     parser = argparse.ArgumentParser(prog="gpt-attention check", description=__doc__)
     parser.add_argument("target", help=f"my_module:my_mixer, or one of {', '.join(NAMES)}")
@@ -294,8 +277,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
             raise MixerError(f"--dtypes {unknown[0]} is not known; choose from {', '.join(DTYPES)}.")
-        subject = find(asked.target, asked.mixer, device)
-    except MixerError as error:
+        target = asked.target
+        subject = named(target, device) if target in NAMES else of_function(target, load(target), asked.mixer, device)
+    except ValueError as error:  # MixerError, or what `load` raises
         print(f"error: {error}", file=sys.stderr)
         return 2
     kind, delta = subject.recurrence.decay.value, "with" if subject.recurrence.delta else "without"

@@ -114,7 +114,7 @@ class Accuracy:
 
     def report(self, runner: Runner) -> list[Line]:
         """A line for each group of cases. The worst failures are reduced to small cases."""
-        lines = [self.line(group) for group in self.groups]
+        lines = [replace(self.line(group), section=self.section) for group in self.groups]
         for line in lines:
             for crash in self.crashes[line.name][:1]:
                 session = self.session
@@ -126,10 +126,10 @@ class Accuracy:
     def line(self, group: str) -> Line:
         """The report's line on a group."""
         if not self.groups[group]:
-            return Line(self.section, group, "skip", "not declared")
+            return Line(group, "skip", "not declared")
         refused, crashes = self.refused[group], self.crashes[group]
         if group not in self.worst and not crashes:
-            return Line(self.section, group, "skip", f"refused: {refused[0]}" if refused else "no time was left")
+            return Line(group, "skip", f"refused: {refused[0]}" if refused else "no time was left")
         details, share, passes = list[str](), None, not crashes
         if crashes:
             details.append(f"{len(crashes)} of {self.calls[group]} end their process: {crashes[0].words()}")
@@ -149,7 +149,7 @@ class Accuracy:
             details.append(f"refused {len(refused)}: {reason}")
         if left_out := self.plan.left_out(group):
             details.append(left_out)
-        return Line(self.section, group, "ok" if passes else "FAIL", "; ".join(details), self.calls[group], share)
+        return Line(group, "ok" if passes else "FAIL", "; ".join(details), self.calls[group], share)
 
     def show(self, runner: Runner, wrong: list[Line]) -> None:
         """Reduce the worst failures to small cases, and add them to their lines."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -14,16 +14,13 @@ from torch import Tensor
 from .accuracy import smallest_failure
 from .cases import DTYPES, Case, draw, problem
 from .formula import evaluate
-from .judge import Verdict
 from .program import calling
-from .results import Refused, Way, judged, results, verdicts
+from .results import Refused, Way, results, verdicts
 from .run import Failure, Line, Session
 from .shrink import smallest
 
 SECTION = "behaviour"
 REPEATS = 24
-MODES = [Way(f" under torch.{mode}()", f"torch.{mode}()", of=()) for mode in ("no_grad", "inference_mode")]
-Wrong = tuple[Case, Verdict, Way]
 Keys = tuple[str, str, Tensor]  # the keys to change: in words, as the code of an index, and as (B, H_kv, S) bool
 
 
@@ -31,9 +28,9 @@ def line(session: Session, name: str, calls: int, wrong: list[Failure], fine: st
     """The report's line on a property: its failures, or where there are none, the sentence `fine`."""
     late = session.out_of_time()
     if not calls:
-        return Line(SECTION, name, "skip", "no time was left" if late else "every call was refused")
+        return Line(name, "skip", "no time was left" if late else "every call was refused")
     detail = wrong[0].what if wrong else fine + ("; no time for all cases" if late else "")
-    return Line(SECTION, name, "FAIL" if wrong else "ok", detail, calls, None, wrong[:1])
+    return Line(name, "FAIL" if wrong else "ok", detail, calls, None, wrong[:1])
 
 
 def leaks(session: Session) -> Line:
@@ -262,29 +259,47 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     return bool(((a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()).all())
 
 
+def in_ways(
+    session: Session, name: str, ways: Iterable[Way], fine: str, sizes: Sequence[tuple[int, int]], *dtypes: str
+) -> Line:
+    """The line on calls that are made in other ways than usual, whose results have to be right."""
+    calls, wrong = 0, list[Failure]()
+    for dtype, (T, S), way in session.timely(product(dtypes or session.dtypes, sizes, ways)):
+        case = session.case(T, S, dtype)
+        try:
+            found = verdicts(session.subject, case, session.device, session.gradients, way)
+        except Refused:
+            continue
+        calls += 1
+        if not wrong:
+            wrong += [smallest_failure(session, case, verdict, way) for verdict in found if not verdict.passes][:1]
+    return line(session, name, calls, wrong, fine)
+
+
 def evaluation(session: Session) -> Line:
-    """A call without gradients gives the same output as one with gradients."""
-    subject, calls, wrong, bitwise = session.subject, 0, list[Wrong](), True
-    for dtype in session.timely(session.dtypes):
-        for T, S in ((65, 65), (1, 130), (128, 128)):
-            case = session.case(T, S, dtype)
-            inputs = draw(case, session.device)
-            try:
-                training = results(subject, case, inputs, session.gradients)["out"]
-                calls += 1
-                for way in MODES:
-                    got = results(subject, case, inputs, way=way)
-                    bitwise &= same(training, got["out"])
-                    wrong += [(case, x, way) for x in judged(subject, case, inputs, got) if not x.passes]
-            except Refused:
-                continue
-    fine = "the same, bit for bit" if bitwise else "the same within rounding, not bit for bit"
-    return line(session, "without gradients", calls, first_of(session, wrong), fine)
+    """A call without gradients is as right as one with gradients."""
+    ways = [Way(f" under torch.{mode}()", f"torch.{mode}()", of=()) for mode in ("no_grad", "inference_mode")]
+    fine = "right without gradients too"
+    return in_ways(session, "without gradients", ways, fine, ((65, 65), (1, 130), (128, 128)))
 
 
-def first_of(session: Session, wrong: list[Wrong]) -> list[Failure]:
-    """The first failure, reduced to the smallest case."""
-    return [smallest_failure(session, *one) for one in wrong[:1]]
+def some_gradients(session: Session) -> Line:
+    """Where only some of q, k and v need a gradient, it is what it is where all do."""
+    if not session.gradients:
+        return Line("some gradients", "skip", f"no gradients: {session.no_gradients}")
+    sets = (("q",), ("k",), ("v",), ("k", "v"))
+    ways = [Way(f" where only {' and '.join(of)} needs a gradient", of=of) for of in sets]
+    return in_ways(session, "some gradients", ways, "q, k and v may need gradients one by one", ((65, 65),))
+
+
+def autocast(session: Session) -> Line:
+    """In a block of torch.autocast, results of fp32 tensors are right to the rounding of bf16 at least."""
+    eps, within = torch.finfo(torch.bfloat16).eps, f"torch.autocast({session.device.type!r}, torch.bfloat16)"
+    fine = "right under torch.autocast, to the rounding of bf16"
+    if "fp32" not in session.dtypes:
+        return line(session, "autocast", 0, [], fine)
+    way = Way(" under torch.autocast", within, eps=eps)
+    return in_ways(session, "autocast", [way], fine, ((33, 33), (65, 65), (128, 128)), "fp32")
 
 
 def side_effects(session: Session) -> Line:
@@ -318,39 +333,6 @@ def side_effects(session: Session) -> Line:
 def generators(device: torch.device) -> list[Tensor]:
     """The states of torch's generators: the CPU's, and that of a GPU."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def some_gradients(session: Session) -> Line:
-    """Where only some of q, k and v need a gradient, it is what it is where all do."""
-    calls, wrong = 0, list[Wrong]()
-    if not session.gradients:
-        return Line(SECTION, "some gradients", "skip", f"no gradients: {session.no_gradients}")
-    for dtype, of in session.timely(product(session.dtypes, (("q",), ("k",), ("v",), ("k", "v")))):
-        case, way = session.case(65, dtype=dtype), Way(f" where only {' and '.join(of)} needs a gradient", of=of)
-        try:
-            found = verdicts(session.subject, case, session.device, way=way)
-        except Refused:
-            continue
-        calls += 1
-        wrong += [(case, verdict, way) for verdict in found if not verdict.passes]
-    fine = "q, k and v may need gradients one by one"
-    return line(session, "some gradients", calls, first_of(session, wrong), fine)
-
-
-def autocast(session: Session) -> Line:
-    """In a block of torch.autocast, results of fp32 tensors are right to the rounding of bf16 at least."""
-    calls, wrong, eps = 0, list[Wrong](), torch.finfo(torch.bfloat16).eps
-    way = Way(" under torch.autocast", f"torch.autocast({session.device.type!r}, torch.bfloat16)", eps=eps)
-    for T, dtype in session.timely(product((33, 65, 128), {"fp32"} & set(session.dtypes))):
-        case = session.case(T, dtype=dtype)
-        try:
-            found = verdicts(session.subject, case, session.device, session.gradients, way)
-        except Refused:
-            continue
-        calls += 1
-        wrong += [(case, verdict, way) for verdict in found if not verdict.passes]
-    fine = "right under torch.autocast, to the rounding of bf16"
-    return line(session, "autocast", calls, first_of(session, wrong), fine)
 
 
 def survives(copy: Tensor, result: Tensor | None) -> bool:

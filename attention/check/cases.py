@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -177,30 +177,48 @@ class Inputs:
         return replace(self, **tensors)
 
 
-def draw(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """Normal numbers from the case's seed, drawn on the CPU in fp64 and rounded: the same on every device."""
-    generator = torch.Generator().manual_seed(case.seed)
-    dtype, spread = DTYPES[case.dtype], case.spread / (abs(case.actual_scale()) * math.sqrt(case.D))
+def drawn(case: Case, device: torch.device) -> list[str]:
+    """The lines that draw q, k, v, do and, where the case has them, slopes, sinks, bias and starts.
 
-    def normal(heads: int, length: int, size: float | Tensor) -> Tensor:
-        x = torch.randn(case.B, heads, length, case.D, generator=generator, dtype=torch.float64) * size
-        return eval(MEMORY[case.memory], {"torch": torch, "x": x.to(dtype).to(device)})
-
-    trend = eval(TRENDS[case.trend], {"torch": torch, "S": case.S})
-    rows = eval(ROWS[case.rows], {"torch": torch, "T": case.T})
-    q, k = normal(case.H, case.T, rows * spread**0.5), normal(case.H_kv, case.S, trend * spread**0.5)
-    v, do = normal(case.H_kv, case.S, case.size), normal(case.H, case.T, min(case.size, 1.0))
+    Normal numbers of torch's generator in fp64, drawn on the CPU and rounded: the same on every device.
+    """
+    dtype, there = str(DTYPES[case.dtype]), "" if device.type == "cpu" else f"{str(device)!r}, "
+    here = f".to({str(device)!r})" if there else ""
+    root = (case.spread / (abs(case.actual_scale()) * case.D**0.5)) ** 0.5
+    sizes: list[float | str] = [root, root, case.size, min(case.size, 1.0)]
+    if case.trend != "none":
+        sizes[1] = f"{root!r} * ({TRENDS[case.trend].replace('S', str(case.S))})"
+    rows = ROWS[case.rows].replace("T)", f"{case.T})")
+    if case.rows != "none":
+        sizes[0] = f"{root!r} * {rows}"
+    shapes = [(case.H, case.T), (case.H_kv, case.S), (case.H_kv, case.S), (case.H, case.T)]
+    x, each = f"torch.randn({case.B}, h, n, {case.D}, dtype=torch.float64)", f"h, n in {tuple(shapes)}"
+    if sizes != [1.0] * 4:
+        each = ", ".join(f"({h}, {n}, {size})" for (h, n), size in zip(shapes, sizes, strict=True))
+        x, each = f"(a * {x})", f"h, n, a in ({each})"
+    lines = [f"q, k, v, do = ({x}.to({there}{dtype}) for {each})"]
+    if case.memory != "contiguous":
+        lines += [f"q, k, v, do = ({MEMORY[case.memory]} for x in (q, k, v, do))"]
     if case.shift:
-        q[..., :1], k[..., :1] = rows, case.shift / case.actual_scale()
-    slopes = torch.exp2(-8 * torch.arange(1, case.H + 1) / case.H).to(device) if case.alibi else None
-    sinks = torch.linspace(-1.5, 2.0, case.H).to(device) if case.sinks else None
-    bias = None
+        lines += [f"q[..., :1], k[..., :1] = {rows}, {case.shift / case.actual_scale()!r}"]
+    if case.alibi:
+        lines += [f"slopes = torch.exp2(-8 * torch.arange(1, {case.H + 1}) / {case.H}){here}"]
+    if case.sinks:
+        lines += [f"sinks = torch.linspace(-1.5, 2.0, {case.H}){here}"]
     if case.bias:
-        bias = torch.randn(1, case.H, case.T, case.S, generator=generator, dtype=torch.float64).to(dtype).to(device)
-    starts = None
+        lines += [f"bias = torch.randn(1, {case.H}, {case.T}, {case.S}, dtype=torch.float64).to({there}{dtype})"]
     if case.documents:
-        starts = torch.tensor(case.document_starts(), dtype=torch.int32, device=device)
-    return Inputs(q, k, v, do, slopes, sinks, bias, starts)
+        lines += [f"starts = torch.tensor({case.document_starts()}, dtype=torch.int32){here}"]
+    return lines
+
+
+def draw(case: Case, device: torch.device | str = "cpu") -> Inputs:
+    """The tensors of `drawn`, as a program that starts from the case's seed has them."""
+    names = {"torch": torch}
+    with torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(case.seed)
+        exec("\n".join(drawn(case, torch.device(device))), names)
+    return Inputs(**{field.name: names[field.name] for field in fields(Inputs) if field.name in names})
 
 
 def problem(case: Case, inputs: Inputs, keep: Tensor | None = None) -> Problem:

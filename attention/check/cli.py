@@ -130,7 +130,7 @@ def argument_parser() -> argparse.ArgumentParser:
         epilog=f"implementations with a name:\n{names}\n\nThe exit status is 0 if it is correct, 1 if not, 2 if the "
         "check could not start.",
     )
-    parser.add_argument("target", nargs="?", help="my_module:my_attention, or a name from the list below")
+    parser.add_argument("target", help="my_module:my_attention, or a name from the list below")
     parser.add_argument("--style", choices=STYLES, help="how it is called; by default its parameters decide")
     parser.add_argument("--features", default="", metavar="A,B", help=f"declare more: {', '.join(sorted(FEATURES))}")
     parser.add_argument("--reference", metavar="TARGET", help="another implementation to compare it with")
@@ -153,8 +153,6 @@ def main(arguments: Sequence[str]) -> int:
         for dtype in asked.dtypes.split(","):
             if dtype not in DTYPES:
                 raise CheckError(f"--dtypes {dtype} is not known; choose from {', '.join(DTYPES)}.")
-        if asked.seconds is not None and not asked.seconds >= 0:
-            raise CheckError(f"--seconds {asked.seconds:g} must not be negative.")
         if asked.json is not None:
             write(asked.json, "", "a")
         try:
@@ -164,8 +162,6 @@ def main(arguments: Sequence[str]) -> int:
             raise CheckError(f"--device {asked.device} is not here: {str(error).splitlines()[0]}") from error
         if device.type not in TIME:
             raise CheckError(f"--device {asked.device} is not checked; choose {' or '.join(TIME)}.")
-        if asked.target is None:
-            raise CheckError("Name an attention: my_module:my_attention, or one that `--help` lists.")
         subject = find(asked.target, filter(None, asked.features.split(",")), asked.style)
         if asked.reference is not None:
             subject.reference = find(asked.reference)

@@ -28,7 +28,7 @@ DEVIATIONS = 5.5
 def dropout(session: Session) -> Iterator[Line]:
     """A line for each property."""
     if "dropout" not in session.subject.features:
-        yield Line(SECTION, "dropout", "skip", "not declared")
+        yield Line("dropout", "skip", "not declared")
         return
     # The mask is read in the highest precision, in which no weight rounds to zero.
     dtype = next((name for name in ("fp32", "bf16", "fp16") if name in session.dtypes), "fp32")
@@ -37,7 +37,7 @@ def dropout(session: Session) -> Iterator[Line]:
     try:
         keep, seen = drawn_mask(session, case)
     except Refused as error:
-        yield Line(SECTION, "dropout", "skip", f"refused: {error}")
+        yield Line("dropout", "skip", f"refused: {error}")
         return
     yield rate(session, case, keep, seen)
     yield independence(session, case, keep, seen)
@@ -73,8 +73,8 @@ def rate(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
     off = (share - RATE) / (RATE * (1 - RATE) / n) ** 0.5
     detail = f"{share:.4f} of {n:,} weights were dropped, and {RATE} was requested ({off:+.1f} deviations)"
     if abs(off) <= DEVIATIONS:
-        return Line(SECTION, "rate", "ok", detail, 1)
-    return failed(SECTION, "rate", detail, case)
+        return Line("rate", "ok", detail, 1)
+    return failed("rate", detail, case)
 
 
 def independence(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
@@ -92,11 +92,11 @@ def independence(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Li
     off = {name: agreement(*pair) for name, pair in pairs.items()}
     worst = max(off, key=lambda name: abs(off[name]))
     if abs(off[worst]) <= DEVIATIONS:
-        return Line(SECTION, "independence", "ok", f"heads, sequences, queries, keys and seeds ({off[worst]:+.1f})", 2)
+        return Line("independence", "ok", f"heads, sequences, queries, keys and seeds ({off[worst]:+.1f})", 2)
     what = f"the masks of {worst} are not independent ({off[worst]:+.0f} standard deviations)"
     lines = calling(session.subject, case, session.device)
     code = "\n".join([*lines, *shared_program(case)]) if worst.startswith("heads") else ""
-    return failed(SECTION, "independence", what, case, code, 2)
+    return failed("independence", what, case, code, 2)
 
 
 def shared_program(case: Case) -> list[str]:
@@ -114,17 +114,17 @@ def scheme(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
     again, _ = drawn_mask(session, case)
     if not torch.equal(again, keep):
         what = "the same seed gives another mask in the next call"
-        return failed(SECTION, "mask", what, case, calls=2)
+        return failed("mask", what, case, calls=2)
     right = session.subject.mask(case, session.device)
     if right is None:
-        return Line(SECTION, "mask", "ok", "the same seed gives the same mask", 2)
+        return Line("mask", "ok", "the same seed gives the same mask", 2)
     if torch.equal(right & seen, keep & seen):
-        return Line(SECTION, "mask", "ok", "that of keep_mask, weight by weight", 2)
+        return Line("mask", "ok", "that of keep_mask, weight by weight", 2)
     b, h, i, j = ((right ^ keep) & seen).nonzero()[0].tolist()
     what = (
         f"sequence {b}, head {h}, query {i}, key {j} is {'kept' if keep[b, h, i, j] else 'dropped'}, unlike keep_mask"
     )
-    return failed(SECTION, "mask", what, case, calls=2)
+    return failed("mask", what, case, calls=2)
 
 
 def replay(session: Session) -> Line:
@@ -153,11 +153,11 @@ def replay(session: Session) -> Line:
                 wrong.append(Failure(f"{what}, {bad.share:.3g} times what rounding explains ({case.words()})", case))
     if not calls:
         why = "no time was left" if session.out_of_time() else "every call was refused"
-        return Line(SECTION, "replay", "skip", why)
+        return Line("replay", "skip", why)
     if wrong:
-        return Line(SECTION, name, "FAIL", wrong[0].what, calls, share, [replay_failure(session, wrong[0])])
+        return Line(name, "FAIL", wrong[0].what, calls, share, [replay_failure(session, wrong[0])])
     detail = f"forward and backward drop the same weights and scale the others (worst {share:.2f})"
-    return Line(SECTION, "replay", "ok", detail, calls, share)
+    return Line("replay", "ok", detail, calls, share)
 
 
 def between_steps(session: Session, case: Case) -> Line:
@@ -167,19 +167,19 @@ def between_steps(session: Session, case: Case) -> Line:
         keep, seen = drawn_mask(session, case)
         got = results(session.subject, case, inputs, gradients=False)
     except Refused as error:
-        return Line(SECTION, name, "skip", f"refused: {error}")
+        return Line(name, "skip", f"refused: {error}")
     n = int(seen.sum())
     share = (~keep & seen).sum().item() / n
     realised = min((FINE, round(256 * FINE) / 256), key=lambda p: abs(share - p))
     detail = f"{share:.5f} of {n:,} weights were dropped, and {FINE:.5f} was requested"
     if abs(share - realised) > DEVIATIONS * (realised / n) ** 0.5:
-        return failed(SECTION, name, detail, case)
+        return failed(name, detail, case)
     asked = replace(problem(case, inputs, keep), keep_scale=1 / (1 - realised))
     (verdict, *_) = judge(inputs.q, inputs.k, inputs.v, inputs.do, asked, {"out": got["out"]})
     if not verdict.passes:
         what = f"{detail}; the others are not scaled by {1 / (1 - realised):.5f}: {verdict.place()} is wrong"
-        return failed(SECTION, name, what, case, share=verdict.share)
-    return Line(SECTION, name, "ok", f"{detail}; the others are scaled for that", 1, verdict.share)
+        return failed(name, what, case, share=verdict.share)
+    return Line(name, "ok", f"{detail}; the others are scaled for that", 1, verdict.share)
 
 
 def replay_failure(session: Session, failure: Failure) -> Failure:

@@ -58,13 +58,10 @@ class Parts:
     def done(self, job: Job, result: list[Line] | Ended) -> None:
         """Record the result of a job."""
         name = job.keywords["name"]
-        if not isinstance(result, Ended):
-            self.lines[name] = result
-            return
-        line = Line(PARTS[name].section, name, "skip", "no time was left")
-        if result.why:
-            line = failed(line.section, name, f"a call ends its process: {result.why}", Case())
-        self.lines[name] = [line]
+        if isinstance(result, Ended):
+            left = Line(name, "skip", "no time was left")
+            result = [failed(name, f"a call ends its process: {result.why}", Case()) if result.why else left]
+        self.lines[name] = [replace(line, section=PARTS[name].section) for line in result]
 
     def report(self) -> list[Line]:
         """The lines of all parts, in the order of the report."""
@@ -76,6 +73,6 @@ def run_part(session: Session, name: str, deadline: float) -> list[Line]:
     session = replace(session, deadline=deadline)
     session.progress(name, 0.0)
     if name in OF_SOFTMAX and session.subject.standard() is not None:
-        return [Line(PARTS[name].section, name, "skip", "judges softmax attention alone")]
+        return [Line(name, "skip", "judges softmax attention alone")]
     made: Any = PARTS[name].run(session)
     return [made] if isinstance(made, Line) else list(made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .cases import DTYPES, MEMORY, PATTERNS, ROWS, TRENDS, Case
+from .cases import PATTERNS, Case, drawn
 from .judge import Verdict
 from .results import LEAVES, Way
 from .subject import Subject
@@ -58,40 +58,15 @@ def calling(
 
 
 def preamble(subject: Subject, case: Case, device: torch.device) -> list[str]:
-    """The lines that import, and draw q, k, v, do, seen and, where the case has them, slopes, sinks, bias, starts."""
-    dtype, there = str(DTYPES[case.dtype]), "" if device.type == "cpu" else f"{device.type!r}, "
-    here = "" if device.type == "cpu" else f".to({device.type!r})"
-    root = (case.spread / (abs(case.actual_scale()) * case.D**0.5)) ** 0.5
-    sizes: list[float | str] = [root, root, case.size, min(case.size, 1.0)]
-    if case.trend != "none":
-        sizes[1] = f"{root!r} * ({TRENDS[case.trend].replace('S', str(case.S))})"
-    rows = ROWS[case.rows].replace("T)", f"{case.T})")
-    if case.rows != "none":
-        sizes[0] = f"{root!r} * {rows}"
-    shapes = [(case.H, case.T), (case.H_kv, case.S), (case.H_kv, case.S), (case.H, case.T)]
-    x, each = f"torch.randn({case.B}, h, n, {case.D}, dtype=torch.float64)", f"h, n in {tuple(shapes)}"
-    if sizes != [1.0] * 4:
-        each = ", ".join(f"({h}, {n}, {size})" for (h, n), size in zip(shapes, sizes, strict=True))
-        x, each = f"(a * {x})", f"h, n, a in ({each})"
-    lines = ["import torch", *subject.import_lines(case), f"torch.manual_seed({case.seed})"]
-    lines += [f"q, k, v, do = ({x}.to({there}{dtype}) for {each})"]
-    if case.memory != "contiguous":
-        lines += [f"q, k, v, do = ({MEMORY[case.memory]} for x in (q, k, v, do))"]
-    if case.shift:
-        lines += [f"q[..., :1], k[..., :1] = {rows}, {case.shift / case.actual_scale()!r}"]
-    if case.alibi:
-        lines += [f"slopes = torch.exp2(-8 * torch.arange(1, {case.H + 1}) / {case.H}){here}"]
-    if case.sinks:
-        lines += [f"sinks = torch.linspace(-1.5, 2.0, {case.H}){here}"]
-    if case.bias:
-        lines += [f"bias = torch.randn(1, {case.H}, {case.T}, {case.S}, dtype=torch.float64).to({there}{dtype})"]
+    """The lines that import, and draw the tensors of the case, and `seen`."""
+    here = "" if device.type == "cpu" else f".to({str(device)!r})"
+    lines = ["import torch", *subject.import_lines(case), f"torch.manual_seed({case.seed})", *drawn(case, device)]
     offset = case.first_position()
     seen = f"torch.ones({case.T}, {case.S}, dtype=torch.bool)" + (f".tril({offset})" if case.causal else "")
     if case.window is not None:
         seen += f".triu({offset - case.window + 1})"
     seen += here
     if case.documents:
-        lines += [f"starts = torch.tensor({case.document_starts()}, dtype=torch.int32){here}"]
         seen += " & (starts[:, None, None, :] == starts[:, None, :, None])"
     if case.pattern != "all":
         lengths = f"enumerate(({case.B}, {case.H}, {case.T}, {case.S}))"

@@ -39,25 +39,24 @@ class Failure:
 class Line:
     """A verdict: a line of the report.
 
-    status  ok, FAIL, note (a property that is no fault) or skip (with the reason)
-    calls   the number of cases or calls that support it
-    share   the largest error, as a share of the limit; None where nothing was compared
+    status   ok, FAIL, note (a property that is no fault) or skip (with the reason)
+    calls    the number of cases or calls that support it
+    share    the largest error, as a share of the limit; None where nothing was compared
+    section  of the report; set for the lines of a part together
     """
 
-    section: str
     name: str
     status: str
     detail: str
     calls: int = 0
     share: float | None = None
     failures: list[Failure] = field(default_factory=list)
+    section: str = ""
 
 
-def failed(
-    section: str, name: str, what: str, case: Case, code: str = "", calls: int = 1, share: float | None = None
-) -> Line:
+def failed(name: str, what: str, case: Case, code: str = "", calls: int = 1, share: float | None = None) -> Line:
     """The line of a failure."""
-    return Line(section, name, "FAIL", what, calls, share, [Failure(what, case, code)])
+    return Line(name, "FAIL", what, calls, share, [Failure(what, case, code)])
 
 
 @dataclass

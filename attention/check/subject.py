@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -403,14 +401,12 @@ def find(target: str, features: Iterable[str] = (), style: str | None = None) ->
     features  further features, besides those that its parameters show
     style     one of STYLES; None: the parameters decide
 
-    Modules in the current folder can be imported. Raises CheckError.
+    Modules in the current folder can be imported. Raises AttentionError.
     """
     declared, asked_style = frozenset(features), style
     for feature in declared:
         if feature not in FEATURES:
             raise CheckError(f"--features {feature} is not known; choose from {', '.join(sorted(FEATURES))}.")
-    if style is not None and style not in STYLES:
-        raise CheckError(f"--style {style} is not known; choose one of {', '.join(STYLES)}.")
     if target in NAMED:
         imports, expression, named_style, _, needs = NAMED[target]
         try:
@@ -453,40 +449,18 @@ def found_again(
 
 
 def imported(target: str) -> tuple[str, str, Any]:
-    """The import lines, the expression and the callable of module:name or file.py:name. Raises CheckError."""
+    """The import lines, the expression and the callable of module:name or file.py:name. Raises AttentionError."""
     module, _, name = target.partition(":")
     if not name:
         raise CheckError(f"{target} is neither file.py:name, module:name nor one of {', '.join(NAMED)}.")
+    function, imports = load(target), f"from {module} import {name.partition('.')[0]}"
     if is_in_file(target):
-        imports, name, function = f"from {PACKAGE}.from_file import load", f"load({target!r})", load(target)
-    else:
-        imports, function = f"from {module} import {name.partition('.')[0]}", of_module(target)
+        imports, name = f"from {PACKAGE}.from_file import load", f"load({target!r})"
     if isinstance(function, type) and (library := library_of(function)) is not None:
         imports += f"\nfrom {library.__name__} import AttentionConfig"
         name = f"{name}(AttentionConfig({function.name!r}))"  # type: ignore[attr-defined]
         function = function(library.AttentionConfig(function.name))  # type: ignore[attr-defined]
-    if not callable(function):
-        raise CheckError(f"{target} is {type(function).__name__}, which cannot be called; name a function.")
     return imports, name, function
-
-
-def of_module(target: str) -> Any:
-    """The object that module:name names. Raises CheckError."""
-    module, _, name = target.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(module)
-    except ImportError as error:
-        raise CheckError(f"{target} cannot be imported: {error}.") from error
-    except (Exception, SystemExit) as error:
-        raise CheckError(f"{target} cannot be imported: {type(error).__name__}: {error}.") from error
-    try:
-        for part in name.split("."):
-            found = getattr(found, part)
-    except AttributeError as error:
-        raise CheckError(f"{target} is not there: {error}.") from error
-    return found
 
 
 def library_of(cls: type) -> ModuleType | None:

@@ -24,7 +24,7 @@ def derivatives(session: Session) -> Line:
     """torch.autograd.gradcheck, if the implementation takes fp64."""
     name, subject, calls = "gradcheck", session.subject, 0
     if not session.gradients:
-        return Line(SECTION, name, "skip", f"no gradients: {session.no_gradients}")
+        return Line(name, "skip", f"no gradients: {session.no_gradients}")
     cases = [
         Case(T=5, S=5, D=3, H=4, H_kv=session.kv_heads(4)),
         Case(T=3, S=7, D=4),
@@ -46,11 +46,11 @@ def derivatives(session: Session) -> Line:
             got = out(*leaves).detach()
         except Exception as error:
             if not calls:
-                return Line(SECTION, name, "skip", f"fp64 is not taken: {short(error)}")
+                return Line(name, "skip", f"fp64 is not taken: {short(error)}")
             continue
         (verdict,) = judged(subject, case, inputs, {"out": got})
         if not verdict.passes and verdict.error < 1e-5:
-            return Line(SECTION, name, "skip", f"fp64 is computed in less: out is {verdict.error:.1g} off")
+            return Line(name, "skip", f"fp64 is computed in less: out is {verdict.error:.1g} off")
         calls += 1
         try:
             torch.autograd.gradcheck(out, leaves, fast_mode=True)
@@ -58,10 +58,10 @@ def derivatives(session: Session) -> Line:
             what = f"{short(error)} ({case.words()})"
             lines = calling(subject, case, session.device)
             lines += ["x = [t.requires_grad_() for t in (q, k, v)]", "assert torch.autograd.gradcheck(attend, x)"]
-            return failed(SECTION, name, what, case, "\n".join(lines), calls)
+            return failed(name, what, case, "\n".join(lines), calls)
     if not calls:
-        return Line(SECTION, name, "skip", "no time was left")
-    return Line(SECTION, name, "ok", "gradients are the derivatives of out, in fp64", calls)
+        return Line(name, "skip", "no time was left")
+    return Line(name, "ok", "gradients are the derivatives of out, in fp64", calls)
 
 
 def compilation(session: Session) -> Line:
@@ -75,19 +75,19 @@ def compilation(session: Session) -> Line:
     try:
         compiled = results_of(lambda: call(*leaves.values()), leaves if session.gradients else {}, inputs.do)
     except Exception as error:  # Python may use features that a graph lacks
-        return Line(SECTION, "compilation", "note", f"torch.compile(fullgraph=True): {short(error)}", 1)
+        return Line("compilation", "note", f"torch.compile(fullgraph=True): {short(error)}", 1)
     worst = max(judged(session.subject, case, inputs, compiled), key=lambda v: v.share)
     if worst.passes:
-        return Line(SECTION, "compilation", "ok", f"one graph, within rounding ({worst.share:.2f})", 1, worst.share)
+        return Line("compilation", "ok", f"one graph, within rounding ({worst.share:.2f})", 1, worst.share)
     what = f"compiled, {worst.name} of {worst.place()} is {worst.error:.3g} off ({case.words()})"
-    return failed(SECTION, "compilation", what, case, share=worst.share)
+    return failed("compilation", what, case, share=worst.share)
 
 
 def graph(session: Session) -> Line:
     """A captured call, replayed with other values in the same tensors, gives the results of an ordinary call."""
     name, subject = "CUDA graph", session.subject
     if session.device.type != "cuda":
-        return Line(SECTION, name, "skip", "needs a CUDA GPU")
+        return Line(name, "skip", "needs a CUDA GPU")
     case = session.case(256, dtype=session.dtypes[-1], D=64, H_kv=4)  # in 16 bits, where the implementation takes them
     inputs = draw(case, session.device)
     other = draw(replace(case, seed=case.seed + 1), session.device).changed(do=inputs.do)
@@ -117,14 +117,14 @@ def graph(session: Session) -> Line:
         what = f"cannot be captured: {short(error)}"
         lines = calling(subject, case, session.device)
         lines += ["attend(q, k, v)", "with torch.cuda.graph(torch.cuda.CUDAGraph()):", "    attend(q, k, v)"]
-        return failed(SECTION, name, what, case, "\n".join(lines))
+        return failed(name, what, case, "\n".join(lines))
     if all(same(x, expected[name]) for name, x in made.items()):
-        return Line(SECTION, name, "ok", "bit for bit", 1)
+        return Line(name, "ok", "bit for bit", 1)
     worst = max(judged(subject, case, other, made), key=lambda v: v.share)
     if worst.passes:
-        return Line(SECTION, name, "ok", "within rounding, not bit for bit", 1, worst.share)
+        return Line(name, "ok", "within rounding, not bit for bit", 1, worst.share)
     what = f"{worst.name} of {worst.place()} is {worst.error:.3g} off ({case.words()})"
-    return failed(SECTION, name, what, case, share=worst.share)
+    return failed(name, what, case, share=worst.share)
 
 
 def large(session: Session) -> Line:
@@ -134,7 +134,7 @@ def large(session: Session) -> Line:
     dtype, shape = DTYPES[case.dtype], (case.B, case.H, case.T, case.D)
     needed = LARGE_TENSORS * math.prod(shape) * dtype.itemsize
     if device.type != "cuda" or torch.cuda.mem_get_info(device)[0] < needed:
-        return Line(SECTION, name, "skip", f"needs a CUDA GPU with {needed >> 30} GiB of free memory")
+        return Line(name, "skip", f"needs a CUDA GPU with {needed >> 30} GiB of free memory")
     generator = torch.Generator(device).manual_seed(case.seed)
     inputs = Inputs(*(torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(4)))
     try:
@@ -145,12 +145,12 @@ def large(session: Session) -> Line:
             worst = max(judged(subject, replace(case, B=1), one, of_one), key=lambda v: v.share)
             if not worst.passes:
                 what = f"{worst.name} of sequence {b} is {worst.error:.3g} off ({case.words()})"
-                return failed(SECTION, name, what, case, share=worst.share)
+                return failed(name, what, case, share=worst.share)
     except Refused as error:
-        return Line(SECTION, name, "skip", f"refused: {error}")
+        return Line(name, "skip", f"refused: {error}")
     finally:
         torch.cuda.empty_cache()  # other processes of the check need it
-    return Line(SECTION, name, "ok", "the first, a middle and the last sequence are right", 1)
+    return Line(name, "ok", "the first, a middle and the last sequence are right", 1)
 
 
 CHECKS = {

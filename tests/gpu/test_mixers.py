@@ -9,7 +9,7 @@ from torch import Tensor
 from bench.mixers import packages_layer
 from mixers import MixerError
 from mixers.cases import Case
-from mixers.check import RECURRENCES, Subject, find, judge
+from mixers.check import RECURRENCES, Subject, judge, named
 from mixers.layers import MIXERS, build_mixer
 
 pytest.importorskip("fla.layers", reason="needs the package flash-linear-attention")
@@ -49,7 +49,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def right(name: str) -> Subject:
     """The package's kernels, skipped where they refuse to run."""
     try:
-        return find(f"fla-{name}", None, CUDA)
+        return named(f"fla-{name}", CUDA)
     except MixerError as error:
         pytest.skip(str(error))
 

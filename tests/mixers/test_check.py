@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from attention.__main__ import main as command
-from mixers import MixerError
+from attention.from_file import load
 from mixers.cases import cases
-from mixers.check import RECURRENCES, Mixer, Subject, check, find, judge, main, takes_on
+from mixers.check import RECURRENCES, Mixer, Subject, check, judge, main, of_function, takes_on
 from tests.mixers.wrong_mixers import CHUNK, FAULTS, OF_SUMS, RIGHT
 
 CPU, SIZES = torch.device("cpu"), (4, 6)
@@ -86,10 +86,12 @@ def mine(tmp_path: Path) -> Path:
 
 
 def test_a_function_is_judged_by_the_recurrence_it_is_nearest_to(mine: Path) -> None:
+    subjects = {}
     for name in ("my_mixer", "wrong", "detached", "packages"):
-        assert find(f"{mine}:{name}", None, CPU).recurrence == RECURRENCES["gdn"]
-    assert find(f"{mine}:my_mixer", None, CPU).takes == {"beta", "initial"}
-    assert find(f"{mine}:packages", None, CPU).takes == {"beta", "scale", "initial", "documents"}
+        subjects[name] = of_function(name, load(f"{mine}:{name}"), None, CPU)
+    assert {subject.recurrence for subject in subjects.values()} == {RECURRENCES["gdn"]}
+    assert subjects["my_mixer"].takes == {"beta", "initial"}
+    assert subjects["packages"].takes == {"beta", "scale", "initial", "documents"}
 
 
 def test_the_command_says_what_is_right_and_what_is_wrong(
@@ -102,23 +104,23 @@ def test_the_command_says_what_is_right_and_what_is_wrong(
     assert "decay=head, with the delta rule" in printed
     assert "skip  documents   not among its parameters" in printed
     assert json.loads(mine.with_suffix(".json").read_text())["correct"]
-    assert main([f"{mine}:packages", *options]) == 0
+    assert main([f"{mine}:packages", *options], load) == 0
     assert "refused 1: mixer=fla takes no initial state together with documents" in capsys.readouterr().out
-    assert main([f"{mine}:wrong", *options]) == 1
+    assert main([f"{mine}:wrong", *options], load) == 1
     assert "FAIL  beta        1 of 2 wrong, " in capsys.readouterr().out
-    assert main(["fla-gdn", *options]) == 2
+    assert main(["fla-gdn", *options], load) == 2
     assert "error: mixer=fla needs a GPU and not cpu" in capsys.readouterr().err
 
 
 def test_what_is_no_mixer_is_left_to_the_check_of_attention(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert takes_on(["--quick", "kda"]) is takes_on([f"{mine}:attention"]) is takes_on(["nowhere:mixer"]) is False
-    assert takes_on(["chunked-kda"]) is takes_on([f"{mine}:attention", "--mixer", "linear"]) is True
-    with pytest.raises(MixerError, match="nowhere:mixer cannot be imported: No module named 'nowhere'"):
-        find("nowhere:mixer", None, CPU)
+    for arguments in (["--quick", "kda"], [f"{mine}:attention"], ["nowhere:mixer"]):
+        assert not takes_on(arguments, load)
+    for arguments in (["chunked-kda"], [f"{mine}:attention", "--mixer", "linear"]):
+        assert takes_on(arguments, load)
     broken = mine.with_name("broken.py")
     broken.write_text("undefined")
-    assert takes_on([f"{broken}:mixer"]) is False
-    assert main([f"{broken}:mixer"]) == 2
-    assert "broken.py:mixer cannot be imported: name 'undefined' is not defined" in capsys.readouterr().err
-    assert main(["chunked-gdn", "--dtypes", "fp8"]) == 2
+    assert not takes_on([f"{broken}:mixer"], load)
+    assert main([f"{broken}:mixer"], load) == 2
+    assert "cannot be imported: NameError: name 'undefined' is not defined" in capsys.readouterr().err
+    assert main(["chunked-gdn", "--dtypes", "fp8"], load) == 2
     assert "--dtypes fp8 is not known" in capsys.readouterr().err
