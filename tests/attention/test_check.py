@@ -43,7 +43,7 @@ from attention.check.plan import Plan
 from attention.check.printing import Report, text
 from attention.check.results import Refused, verdicts
 from attention.check.run import Line, Session, interpreting, prepare
-from attention.check.subject import CheckError, Subject, find
+from attention.check.subject import Subject, find
 from attention.interface import Call
 from attention.naive import NaiveAttention
 from tests import right_attention
