@@ -116,10 +116,10 @@ def horizons(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 # Files that take long, the longest first: the end of the tests is not one worker's alone.
 LONGEST = [
-    "test_several_ranks", "test_check", "test_submitit", "test_flash_score", "test_resume", "test_train", "test_config",
-    "test_contract", "test_faults", "test_formula", "test_recorded_runs", "test_parity_layers", "test_context",
-    "test_experiments", "test_kernels", "test_page", "test_dropout", "test_flash", "test_compiled_step", "test_engine",
-    "test_run_folder", "test_interpreter", "test_referee", "test_notebook", "test_wandb_thread",
+    "test_several_ranks", "test_check", "test_submitit", "test_page", "test_flash_score", "test_resume", "test_train",
+    "test_contract", "test_faults", "test_config", "test_formula", "test_recorded_runs", "test_parity_layers",
+    "test_kernels", "test_context", "test_notebook", "test_experiments", "test_dropout", "test_flash",
+    "test_compiled_step", "test_engine", "test_run_folder", "test_interpreter", "test_referee", "test_wandb_thread",
 ]  # fmt: skip
 # Files of tests/model and tests/data that take more than two seconds; the others come last.
 LONGER = {"test_fused_norm.py", "test_parts.py", "test_prepare.py"}

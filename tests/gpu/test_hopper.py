@@ -21,6 +21,7 @@ from tests.attention.reference import (
     assert_accurate,
     formula,
 )
+from tests.gpu.test_flash import name_of
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
@@ -52,10 +53,6 @@ def grid(lengths: Sequence[tuple[int, int]] = LENGTHS, head_sizes: Sequence[int]
             D, (H, H_kv) = head_sizes[(2 * n + m) % len(head_sizes)], HEADS[(n + m) % len(HEADS)]
             cases.append(Case(2, H, H_kv, T, S, D, causal=m == 0, dropout=0.17 * ((n + m) % 2)))
     return cases
-
-
-def name_of(case: Case) -> str:
-    return f"{case.H}:{case.H_kv}-{case.T}x{case.S}-{case.D}"
 
 
 def run(attend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
