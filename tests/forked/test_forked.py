@@ -1,12 +1,10 @@
-"""A forked command behaves like a started one: its input, its files and its end."""
+"""A forked command behaves like a started one; those of test_resume.py and test_submitit.py get signals."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,13 +17,6 @@ path = [entry for entry in sys.path if not entry.endswith("tests/forked")]
 print(json.dumps([sys.argv, os.getcwd(), variables, path, sys.stdin.read(), __name__, "torch" in sys.modules]))
 print("an error", file=sys.stderr)
 sys.exit(7)
-"""
-WAITS = """
-import signal, sys, time
-from pathlib import Path
-signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(5))
-Path(sys.argv[1]).touch()
-time.sleep(60)
 """
 
 
@@ -49,18 +40,6 @@ def test_a_forked_command_is_given_and_leaves_what_a_started_one_does(
     assert forked == [(status, out.replace("false]", "true]"), error) for status, out, error in started]
     assert forked != started
     assert {status for status, *_ in forked} == {7}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 5), (signal.SIGKILL, -9), (signal.SIGUSR1, -10)])
-def test_a_signal_to_a_forked_command_reaches_it(number: int, status: int, tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path / "ready")], cwd=tmp_path)
-    while not (tmp_path / "ready").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(number)
-    assert process.wait(20) == status
 
 
 @pytest.mark.slow
