@@ -124,7 +124,9 @@ class Meaning:
                 hidden = low & (~low.all(dim=-1, keepdim=True) | x.isinf())
                 seen, shift = seen & ~hidden, x.masked_fill(hidden, 0.0)
         if self.pairs is not None:
-            seen = seen & flex_mask(self.pairs, sequences, heads, T, S, q.device)
+            ranges = ((sequences.start, sequences.stop), (heads.start, heads.stop), (0, T), (0, S))
+            places = (torch.arange(*x, device=q.device).view(-1, *[1] * (3 - axis)) for axis, x in enumerate(ranges))
+            seen = seen & self.pairs(*places)
         return Problem(
             scale=1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale,
             seen=seen,
@@ -221,19 +223,6 @@ def attentions(broken: Collection[str]) -> list[str]:
     if {"q", "k", "v"} & set(broken):
         return []
     return [name for name in broken if name == "out" or (name != "do" and "do" not in broken)]
-
-
-def flex_mask(
-    function: Callable[..., Tensor], sequences: slice, heads: slice, T: int, S: int, device: torch.device
-) -> Tensor:
-    """A mask function of FlexAttention for some sequences and heads, (B, H, T, S) bool."""
-    from torch.nn.attention.flex_attention import create_mask
-
-    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return function(b + sequences.start, h + heads.start, i, j)
-
-    B, H = sequences.stop - sequences.start, heads.stop - heads.start
-    return create_mask(mask, B, H, T, S, device=str(device))
 
 
 class Watch(ExitStack):

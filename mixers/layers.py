@@ -120,7 +120,8 @@ class LinearAttention(nn.Module):
         self.conv = ShortConvolution(2 * keys + values) if kind.convolution else None
         self.b_proj = nn.Linear(n_embd, n_heads, bias=False) if kind.recurrence.delta else None
         self.o_norm = nn.Parameter(torch.ones(self.value_dim))
-        self.decay = DECAYS[kind.recurrence.decay, kind.recurrence.delta](self, n_embd)
+        rates = DECAYS.get((kind.recurrence.decay, kind.recurrence.delta))
+        self.decay = None if rates is None else rates(self, n_embd)
         low = kind.gate == "sigmoid"  # Kimi's: through as many channels as a head has
         self.g_proj: nn.Module | None = low_rank(n_embd, self.value_dim, values) if low else None
         if kind.gate == "silu":
@@ -149,7 +150,7 @@ class LinearAttention(nn.Module):
             k,
             v,
             recurrence=self.kind.recurrence,
-            log_decay=self.decay(x),
+            log_decay=None if self.decay is None else self.decay(x),
             beta=beta,
             initial=before.recurrent,
             documents=documents,
@@ -237,19 +238,8 @@ class FixedRates(nn.Module):
         return rates[None, :, None, None].expand(x.shape[0], -1, x.shape[1], 1)
 
 
-class NoDecay(nn.Module):
-    """Nothing decays."""
-
-    def __init__(self, layer: LinearAttention, n_embd: int) -> None:
-        super().__init__()
-
-    def forward(self, x: Tensor) -> None:
-        return None
-
-
-DECAYS: dict[tuple[Decay, bool], type[Rates] | type[LogisticRates] | type[FixedRates] | type[NoDecay]] = {
-    (Decay.none, False): NoDecay,
-    (Decay.none, True): NoDecay,
+# By the decay and whether there is the delta rule; nothing decays without one.
+DECAYS: dict[tuple[Decay, bool], type[Rates] | type[LogisticRates] | type[FixedRates]] = {
     (Decay.fixed, False): FixedRates,
     (Decay.channel, False): LogisticRates,
     (Decay.channel, True): Rates,

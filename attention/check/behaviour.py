@@ -219,7 +219,7 @@ def repeats(session: Session) -> Line:
         case = session.case(65, dtype=dtype)
         inputs = draw(case, session.device)
         try:
-            with session.all_threads():
+            with session.with_threads(session.threads):
                 first = results(subject, case, inputs, session.gradients)
                 others = [results(subject, case, inputs, session.gradients) for _ in session.timely(range(REPEATS))]
         except Refused:

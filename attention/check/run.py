@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TextIO, TypeVar
 
@@ -122,10 +122,6 @@ class Session:
             yield
         finally:
             torch.set_num_threads(before)
-
-    def all_threads(self) -> AbstractContextManager[None]:
-        """Within the block, torch uses as many threads as before the check."""
-        return self.with_threads(self.threads)
 
     def out_of_time(self) -> bool:
         return time.monotonic() > self.deadline

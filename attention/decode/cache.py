@@ -77,8 +77,6 @@ class Cache(NamedTuple):
 
         Zeros stand where a sequence has no token, whatever the memory holds there.
         """
-        if self.pages is None and host_sees(self.lengths) and stop <= int(self.lengths.min()):
-            return self.k[:, :, start:stop], self.v[:, :, start:stop]
         positions = torch.arange(start, stop, device=self.k.device)
         filled = positions < self.lengths[:, None]  # (B, n)
         if self.pages is None:

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from ..errors import FormulaError, Option
 from .axes import axes, loads
+from .evaluate import ProgramInputs, program, run
 from .graph import Node, leaf, topological
-from .hoist import CallPlace, factors_of, hoisted, scaled_queries, steps_of
 from .parse import parse, show
 from .plan import plan, stage, summands
 from .ranges import INF, Reach, intervals
-from .tile import TileFormula
 
 MOST_OPERATIONS = 64  # of a score and its derivative
 PROBED = 16  # tokens for which a formula is tried
@@ -96,38 +95,29 @@ def check_tensors(text: str, tensors: Mapping[str, Tensor], B: int, reach: Reach
                 check_index(y, reach, tuple(x.shape[batches:]))
 
 
-def least_sizes(text: str, reach: Reach) -> dict[str, list[int]]:
-    """The smallest shape that each tensor of a formula can have in calls of one sequence."""
-    sizes: dict[str, list[int]] = {}
-    for x in loads(text):
-        least = [1 if y is leaf("b") else int(intervals([y], reach)[y][1]) + 1 for y in x.args]
-        sizes[x.value] = [max(pair) for pair in zip(sizes.get(x.value, least), least, strict=True)]
-    return sizes
-
-
 def probe(text: str, causal: bool, window: int | None) -> None:
     """Raise FormulaError for a formula that has no finite value for some query and key, whatever its tensors hold.
 
     The formula is tried for a few tokens, scores from -8 to 8, and tensors filled with several constants.
     """
-    reach = Reach((0, PROBED - 1), (0, PROBED - 1), causal, window, heads=2)
-    sizes, (low, high) = least_sizes(text, reach), reach.distance()
-    steps, positions = steps_of(text, causal, window), torch.arange(PROBED)
-    n = (positions + 1).clamp(max=window or PROBED) if causal else torch.full_like(positions, PROBED)
-    place = CallPlace((1, 2, PROBED, PROBED), positions.device, positions, positions, n, 0, 0, (int(low), int(high)))
-    distance = positions[:, None] - positions
-    seen = (distance >= place.distances[0]) & (distance <= place.distances[1])
-    s = torch.linspace(-8, 8, 2 * PROBED**2, dtype=torch.float64).view(1, 2, PROBED, PROBED) * steps.scale
-    worst = None
+    positions = torch.arange(PROBED)
+    i, j = positions[:, None], positions
+    low, high = Reach((0, PROBED - 1), (0, PROBED - 1), causal, window).distance()
+    seen = (i - j >= low) & (i - j <= high)
+    leaves = {
+        "s": torch.linspace(-8, 8, 2 * PROBED**2, dtype=torch.float64).view(2, PROBED, PROBED),
+        "i": i,
+        "j": torch.where(seen, j, i),
+        "h": torch.arange(2)[:, None, None],
+        "n": seen.sum(dim=1, keepdim=True),
+    }
+    steps, worst = program([parse(text)]), None
     for fill in (0.5, -0.5, 1.5):
-        tensors = {name: torch.full(size, fill, dtype=torch.float64) for name, size in sizes.items()}
-        scaled = s if steps.factor is None else scaled_queries(s, factors_of(s, steps, tensors, place))
-        inputs = [*hoisted(steps, tensors, place, s.dtype), *(tensors[name] for name, _ in steps.tables)]
-        tile = TileFormula(steps, inputs, positions, positions, place.distances)
-        value = tile.value(scaled, (0, PROBED), (0, PROBED)).expand_as(s)
-        worst = (~value.isfinite() & seen).any(1)[0].nonzero()
+        entry = torch.full((), fill, dtype=torch.float64)
+        (value,) = run(steps, ProgramInputs(leaves, torch.float64, [], [], lambda *_, entry=entry: entry))
+        worst = (~value.isfinite() & seen).any(dim=0).nonzero()
         if not len(worst):
             return
     assert worst is not None
-    i, j = worst[0].tolist()
-    raise FormulaError(f"{{}} has no finite value for the query at position {i} and the key at {j}.", FORMULA)
+    query, key = worst[0].tolist()
+    raise FormulaError(f"{{}} has no finite value for the query at position {query} and the key at {key}.", FORMULA)

@@ -28,7 +28,7 @@ def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float) -> l
         try:
             attend = candidate.build(problem)
             rows[name]["path"] = candidate.path(problem)
-            known = expected if not problem.dropout or candidate.replays else None
+            known = expected if not problem.dropout or candidate.ours else None
             rows[name] |= try_out(attend, inputs, dout, known, problem.device)
             able[name] = attend
         except Exception as error:  # a peer may fail in any way; the others continue

@@ -69,18 +69,25 @@ def candidates(device: torch.device) -> dict[str, tuple[int, Attend]]:
     }
 
 
-def host_us(call: Callable[[], object]) -> float:
-    """Microseconds of the host for a call."""
+def least_s(call: Callable[[], object], queued: bool) -> float:
+    """Seconds of a call among calls that follow each other, the least of several repeats: what comes in between is
+    another program's.
+
+    queued  behind a long kernel, so that the host's time counts alone
+    """
     samples = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
-        torch.cuda._sleep(PAUSE_CYCLES)
+        if queued:
+            torch.cuda._sleep(PAUSE_CYCLES)
         start = time.perf_counter()
         for _ in range(CALLS):
             call()
-        samples.append((time.perf_counter() - start) / CALLS * 1e6)
+        if not queued:
+            torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start) / CALLS)
     torch.cuda.synchronize()
-    return min(samples)  # what comes in between is another program's
+    return min(samples)
 
 
 def eager_tflops(attend: Attend, D: int, device: torch.device) -> list[float]:
@@ -90,20 +97,9 @@ def eager_tflops(attend: Attend, D: int, device: torch.device) -> list[float]:
     shape = (sequences, heads, tokens, D)
     q, k, v, do = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=i < 3) for i in range(4))
 
-    def seconds(call: Callable[[], object]) -> float:
-        samples = []
-        for _ in range(REPEATS):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            torch.cuda.synchronize()
-            samples.append((time.perf_counter() - start) / CALLS)
-        return min(samples)
-
     with torch.no_grad():
-        forward = seconds(partial(attend, q, k, v))
-    backward = seconds(partial(trained, attend, (q, k, v), do)) - forward
+        forward = least_s(partial(attend, q, k, v), queued=False)
+    backward = least_s(partial(trained, attend, (q, k, v), do), queued=False) - forward
     return [round(flops / forward / 1e12), round(2.5 * flops / backward / 1e12)]
 
 
@@ -124,10 +120,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for n in (H, heads, heads)
             )
             with torch.no_grad():
-                forward = host_us(partial(attend, q, k, v))
+                forward = 1e6 * least_s(partial(attend, q, k, v), queued=True)
             row = {"name": name, "forward_us": round(forward, 1)}
             if attend(q, k, v).requires_grad:
-                row["both_us"] = round(host_us(partial(trained, attend, (q, k, v), torch.randn_like(q))), 1)
+                both = partial(trained, attend, (q, k, v), torch.randn_like(q))
+                row["both_us"] = round(1e6 * least_s(both, queued=True), 1)
             if name in AT_1K:
                 row |= {f"tflops_{D}": eager_tflops(attend, D, device) for D in (64, 128)}
             recorder.add(row)

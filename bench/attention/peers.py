@@ -128,15 +128,13 @@ class Candidate:
 
     label   for tables and figures
     build   the call for a problem; raises UnsupportedAttention with the reason where there is none
-    ours    whether it belongs to this project
-    replays whether it uses this project's dropout mask, so that its error with dropout can be measured
+    ours    whether it belongs to this project, and draws its dropout mask: its error with dropout can be measured
     path    the name of the kernels that compute a problem, where there are several
     """
 
     label: str
     build: Callable[[Problem], Attend]
     ours: bool = False
-    replays: bool = False
     path: Callable[[Problem], str | None] = lambda problem: None
 
 
@@ -155,13 +153,15 @@ def ours(label: str, config: AttentionConfig) -> Candidate:
         attend = build_attention(replace(config, dropout=problem.dropout))
         return attend.path(attention_shape(problem), problem.T)
 
-    return Candidate(label, from_registry(config), True, True, path)
+    return Candidate(label, from_registry(config), True, path)
 
 
 def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
     """An implementation of attention/, with its checks of the inputs."""
 
     def build(problem: Problem) -> Attend:
+        if config.name == "flex":
+            torch._dynamo.reset()  # after some shapes dynamo stops compiling new ones, and flex would run unfused
         rng = DropoutRng.torch if config.name == "sdpa" and problem.dropout else DropoutRng.replay
         attend = build_attention(replace(config, dropout=problem.dropout, rng=rng))
         score, layout, key = problem.score, problem.layout(problem.B), problem.dropout_key
@@ -170,16 +170,6 @@ def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
         return lambda q, k, v, *further: attend(
             q, k, v, score=score, layout=layout, dropout_key=key, tensors=dict(zip(names, further, strict=True))
         ).out  # fmt: skip
-
-    return build
-
-
-def flex(config: AttentionConfig) -> Callable[[Problem], Attend]:
-    """FlexAttention, compiled for the shape of each problem."""
-
-    def build(problem: Problem) -> Attend:
-        torch._dynamo.reset()  # after some shapes dynamo stops compiling new ones, and flex would run unfused
-        return from_registry(config)(problem)
 
     return build
 
@@ -234,7 +224,7 @@ def candidates() -> dict[str, Candidate]:
     for backend in (SDPABackend.flash, SDPABackend.efficient, SDPABackend.cudnn, SDPABackend.math):
         build = from_registry(AttentionConfig("sdpa", backend=backend))
         named[f"sdpa-{backend.value}"] = Candidate(f"sdpa {backend.value}", build)
-    named["flex"] = Candidate("FlexAttention", flex(AttentionConfig("flex")))
+    named["flex"] = Candidate("FlexAttention", from_registry(AttentionConfig("flex")))
     named["varlen"] = Candidate("torch's varlen_attn", from_registry(AttentionConfig("varlen")))
     for name, (label, module, _, has_dropout, deterministic) in PACKAGES.items():
         if installed(module):

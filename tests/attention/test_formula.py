@@ -208,7 +208,6 @@ REFUSED = {
     "s / (i - j)": r"no finite value for the query at position 0 and the key at 0",
     "s + q[i]": r"cannot call a tensor q",
     "s + b[h, i - j]": r"b is the number of the sequence; choose another name:\n    s \+ b\[h, i - j\]\n        \^$",
-    "s - |i - j|": r"write abs\(x\):\n    s - \|i - j\|\n        \^$",
     "s + 1 / 0": r"divides by zero",
     "-".join(["s"] * 300): r"1 to 500 characters",
     "+".join(f"sin(s+{x})" for x in range(40)): r"take \d+ operations for each score, of which there may be 64",

@@ -86,7 +86,7 @@ def test_a_wrong_implementation_shows_in_its_error_and_a_greedy_one_is_a_result(
         raise KeyError("surprise")
 
     field = {
-        "wrong": Candidate("wrong", build_wrong, replays=True),
+        "wrong": Candidate("wrong", build_wrong),
         "greedy": Candidate("greedy", build_greedy),
         "broken": Candidate("broken", build_broken),
     }
