@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .cases import Case
 
-LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 97, 127, 128, 129)
+LENGTHS = sorted({2**n + d for n in range(8) for d in (-1, 0, 1)} - {0})
 FEATURES: tuple[str, ...] = ("documents", "bias", "sinks", "alibi", "soft_cap", "window", "mask", "pattern", "scale")
 FEATURES += ("memory", "trend", "size", "rows", "shift")
 HEAD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -422,8 +422,8 @@ def find(target: str, features: Iterable[str] = (), style: str | None = None) ->
         expression, style = f"as_plain({expression})", "plain"
         function = eval(expression, namespace(imports))
         signature = Signature(function)
-    if (library := library_of(type(function))) is not None:
-        return ours(target, imports, expression, function, declared, library)
+    if library_of(type(function)) is not None:
+        return ours(target, imports, expression, function, declared)
     offered = signature.features(style)
     declared |= getattr(function, "features", frozenset())
     if "full" in declared and style == "plain" and signature.name("causal") is None:
@@ -471,11 +471,9 @@ def library_of(cls: type) -> ModuleType | None:
     return None
 
 
-def ours(
-    target: str, imports: str, expression: str, attend: Any, declared: Iterable[str], library: ModuleType | None = None
-) -> Subject:
+def ours(target: str, imports: str, expression: str, attend: Any, declared: Iterable[str]) -> Subject:
     """The subject for an Attention of this library."""
-    library = library or library_of(type(attend))
+    library = library_of(type(attend))
     assert library is not None
     features = {"causal", "scale", "grouped", "empty", "dropout", *declared}
     features |= {"lse"} if attend.returns_lse else set()

@@ -7,6 +7,7 @@ same node however it is written. Otherwise an expression is evaluated as it was 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -93,7 +94,7 @@ def add(a: Operand, b: Operand) -> Node:
         terms, constant = linear(x)
         others, other = linear(y)
         return from_linear({t: terms.get(t, 0) + others.get(t, 0) for t in {**terms, **others}}, constant + other)
-    if (folded := fold(lambda p, q: p + q, x, y)) is not None:
+    if (folded := fold(operator.add, x, y)) is not None:
         return folded
     if is_number(x, 0):
         return y
@@ -106,7 +107,7 @@ def subtract(a: Operand, b: Operand) -> Node:
     x, y = matched(a, b)
     if x.kind == "whole":
         return add(x, negate(y))
-    if (folded := fold(lambda p, q: p - q, x, y)) is not None:
+    if (folded := fold(operator.sub, x, y)) is not None:
         return folded
     if is_number(y, 0):
         return x
@@ -123,7 +124,7 @@ def negate(a: Operand) -> Node:
         terms, constant = linear(x)
         return from_linear({term: -times for term, times in terms.items()}, -constant)
     x = real(x)
-    if (folded := fold(lambda p: -p, x)) is not None:
+    if (folded := fold(operator.neg, x)) is not None:
         return folded
     if x.op == "real":
         return real(negate(x.args[0]))
@@ -143,7 +144,7 @@ def multiply(a: Operand, b: Operand) -> Node:
         terms, constant = linear(y)
         return from_linear({term: x.value * times for term, times in terms.items()}, x.value * constant)
     x, y = real(x), real(y)
-    if (folded := fold(lambda p, q: p * q, x, y)) is not None:
+    if (folded := fold(operator.mul, x, y)) is not None:
         return folded
     if x.op == "number":
         if x.value in (0, 1, -1):
@@ -166,7 +167,7 @@ def divide(a: Operand, b: Operand) -> Node:
     x, y = real(as_node(a)), real(as_node(b))
     if is_number(y, 0):
         raise Mistake("it divides by zero")
-    if (folded := fold(lambda p, q: p / q, x, y)) is not None:
+    if (folded := fold(operator.truediv, x, y)) is not None:
         return folded
     if is_number(x, 0) or is_number(y, 1):
         return x
@@ -194,7 +195,7 @@ def power(a: Operand, b: Operand) -> Node:
     y = real(y)
     if is_number(y, 0.5):
         return unary("sqrt", x)
-    if (folded := fold(lambda p, q: math.pow(p, q), x, y)) is not None:
+    if (folded := fold(math.pow, x, y)) is not None:
         return folded
     return unary("exp", multiply(y, unary("log", x)))
 
@@ -204,8 +205,7 @@ def whole_division(op: str, a: Operand, b: Operand) -> Node:
     x, y = as_node(a), as_node(b)
     if x.kind != "whole" or y.kind != "whole" or y.op != "number" or y.value < 1:
         raise Mistake("// and % take a whole number and a positive whole constant, as in i // 64")
-    folded = fold((lambda p, q: p // q) if op == "floordiv" else (lambda p, q: p % q), x, y)
-    if folded is not None:
+    if (folded := fold(getattr(operator, op), x, y)) is not None:
         return folded
     if y.value == 1:
         return x if op == "floordiv" else number(0)
@@ -221,10 +221,7 @@ def extreme(op: str, a: Operand, b: Operand) -> Node:
 
 
 COMPARISONS: dict[str, Callable[[Number, Number], bool]] = {
-    "lt": lambda p, q: p < q,
-    "le": lambda p, q: p <= q,
-    "eq": lambda p, q: p == q,
-    "ne": lambda p, q: p != q,
+    op: getattr(operator, op) for op in ("lt", "le", "eq", "ne")
 }
 
 

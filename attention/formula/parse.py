@@ -104,8 +104,6 @@ class Reader:
                 return ops.MAKERS[BINARY[type(op)]](self.read(left, depth), self.read(right, depth))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return ops.negate(self.read(operand, depth))
-            case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-                return self.read(operand, depth)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return ops.invert(self.read(operand, depth))
             case ast.BoolOp(op=op, values=values):

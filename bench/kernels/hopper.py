@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from bench.kernels.plain import calls
 
 LENGTHS = {"": 16384, "-middle": 4096, "-short": 512}  # at some head sizes each has a different shape of blocks
 LONGEST = max(LENGTHS.values())
+BOTH = ("forward", "backward")
 
 
 def launches() -> Iterator[Launch]:
@@ -38,10 +39,9 @@ def launches() -> Iterator[Launch]:
                 directions = {direction for direction, _ in new}
                 name = f"attention/hopper/{D}-{kind}-{'dropout' if dropout else 'exact'}{suffix}"
                 yield Launch(name, partial(launch, problem, D, T, directions))
-    both = {"forward", "backward"}
     for D in (128, 256):
         call = with_options(asked["causal"], D, LONGEST, 0.0)
-        yield Launch(f"attention/hopper/{D}-causal-exact-fp16", partial(launch, call, D, LONGEST, both, torch.float16))
+        yield Launch(f"attention/hopper/{D}-causal-exact-fp16", partial(launch, call, D, LONGEST, BOTH, torch.float16))
 
 
 def with_options(call: KernelCall, D: int, T: int, dropout: float) -> KernelCall:
@@ -62,10 +62,17 @@ def shapes(call: KernelCall, D: int, T: int) -> dict[str, Any]:
     return blocks
 
 
-def launch(call: KernelCall, D: int, T: int, directions: set[str], dtype: torch.dtype = torch.bfloat16) -> None:
-    """The kernels of these directions: "forward" or "backward"."""
+def launch(
+    call: KernelCall,
+    D: int,
+    T: int,
+    directions: Collection[str],
+    dtype: torch.dtype = torch.bfloat16,
+    path: str = "hopper",
+) -> None:
+    """The kernels of these directions, "forward" or "backward", on a path of attention=flash."""
     q, k, v, out, do, *gradients = (torch.empty(1, 2, T, D, dtype=dtype) for _ in range(8))
     if "forward" in directions:
-        PATHS["hopper"].forward(q, k, v, out, call)
+        PATHS[path].forward(q, k, v, out, call)
     if "backward" in directions:
-        PATHS["hopper"].backward(do, q, k, v, out, rows_like(q), Gradients(*gradients), call)
+        PATHS[path].backward(do, q, k, v, out, rows_like(q), Gradients(*gradients), call)
