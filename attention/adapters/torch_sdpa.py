@@ -68,8 +68,9 @@ def activate(key: str = "CUDA") -> Active:
 
 
 def run(operator: str, kernel: Callable[[SimpleNamespace], Any], *values: Any, **named: Any) -> Any:
-    """A kernel's results for torch's arguments of an aten operator."""
-    return kernel(arguments_of(operator, values, named))
+    """A kernel's results for torch's arguments of an aten operator, which it takes by name."""
+    parameters = defaults(operator)
+    return kernel(SimpleNamespace(**(parameters | dict(zip(parameters, values, strict=False)) | named)))
 
 
 def refused(why: str) -> UnsupportedAttention:
@@ -139,12 +140,6 @@ def no_randomness(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def defaults(operator: str) -> dict[str, Any]:
     """The arguments of an aten operator in the order of its schema, with their defaults; None where one has none."""
     return {x.name: x.default_value for x in getattr(torch.ops.aten, operator).default._schema.arguments}
-
-
-def arguments_of(operator: str, values: Sequence[Any], named: dict[str, Any]) -> SimpleNamespace:
-    """The arguments of a call of an aten operator by name."""
-    parameters = defaults(operator)
-    return SimpleNamespace(**(parameters | dict(zip(parameters, values, strict=False)) | named))
 
 
 def sdpa_forward(x: SimpleNamespace) -> tuple[Any, ...]:
