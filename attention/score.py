@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +45,6 @@ class Score:
     values        of the fields above
     options       the ones that are on, with their values
     head_tensors  the tensors (H,) that they need, besides those of a formula
-    hides_keys    whether a query may not see the first keys
-    most_keys     the most keys that a query sees; None: all
     expression    the formula of the score, also where it comes from an option; None where the score is s
     """
 
@@ -62,8 +59,6 @@ class Score:
     values: tuple[Any, ...] = field(init=False, repr=False, compare=False)
     options: tuple[tuple[ScoreOption, Any], ...] = field(init=False, repr=False, compare=False)
     head_tensors: tuple[HeadTensor, ...] = field(init=False, repr=False, compare=False)
-    hides_keys: bool = field(init=False, repr=False, compare=False)
-    most_keys: int | None = field(init=False, repr=False, compare=False)
     expression: str | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -78,12 +73,9 @@ class Score:
         check_type("formula", self.formula, str | None, "text such as s * log(n)")
         values = ((option, getattr(self, option.name)) for option in OPTIONS)
         options = tuple((option, value) for option, value in values if value is not None and value is not False)
-        most_keys = [option.most_keys(value) for option, value in options if option.hides_keys]
         self._set("values", tuple(getattr(self, name) for name in NAMES))
         self._set("options", options)
         self._set("head_tensors", tuple(option.tensor for option, _ in options if option.tensor is not None))
-        self._set("hides_keys", len(most_keys) > 0)
-        self._set("most_keys", min(most_keys, default=None))
         self._check_options()
         expression = formula
         for option, value in options:
@@ -99,9 +91,9 @@ class Score:
         """Raise ScoreError for values that are not possible, each alone or together."""
         for option, value in self.options:
             option.check(value)
-        if not self.causal and any(option.looks_back for option, _ in self.options):
-            titles = " and ".join(option.title for option in OPTIONS if option.looks_back)
-            raise ScoreError(f"{titles[0].upper()}{titles[1:]} look back from the query: they need causal=True.")
+            if option.looks_back and not self.causal:
+                named = Option(f"score.{option.name}", value), Option("score.causal", True)
+                raise ScoreError("{} looks back from the query; it needs {}.", *named)
         if self.formula is not None:
             for option, value in self.options:
                 if option.is_formula:
@@ -109,11 +101,11 @@ class Score:
                         "{} and {} both change the score; write the formula of both, or leave one out.",
                         *(Option("score.formula", self.formula), Option(f"score.{option.name}", value)),
                     )
-            check(self.formula, self.causal, self.most_keys)
+            check(self.formula, self.causal, self.window)
 
     def steps(self) -> Steps | None:
         """The steps of computing the formula; None where the score is s."""
-        return None if self.expression is None else steps_of(self.expression, self.causal, self.most_keys)
+        return None if self.expression is None else steps_of(self.expression, self.causal, self.window)
 
     def features(self) -> dict[str, Option]:
         """The features beyond plain causal attention: name -> the option that needs it."""
@@ -131,14 +123,6 @@ class Score:
         steps = self.steps()
         named = {} if steps is None else dict(steps.axes)
         return named | {tensor.name: ("head",) for tensor in self.head_tensors}
-
-    def first_key(self, query: Tensor) -> Tensor:
-        """The position of the first key that each query sees, for queries at these positions, if there is such a key.
-
-        For a score that hides keys.
-        """
-        firsts = [option.first_key(value, query) for option, value in self.options if option.hides_keys]
-        return reduce(torch.maximum, firsts)
 
 
 NAMES = tuple(option.name for option in fields(Score) if option.init)  # of Score's arguments
@@ -211,8 +195,8 @@ def key_intervals(score: Score, layout: Layout, T: int, S: int, device: torch.de
         end = torch.minimum(end, layout.lengths[:, None])
     if score.causal:
         end = torch.minimum(end, (at + 1).clamp(min=0))
-    if score.hides_keys:
-        first = (score.first_key(at + layout.k_start) - layout.k_start).clamp(min=0)
+    if score.window is not None:
+        first = (at - (score.window - 1)).clamp(min=0)
     if layout.document_starts is not None and layout.document_ends is not None:
         position = at + layout.k_start
         in_row = (position >= 0) & (position < layout.document_starts.shape[1])
@@ -227,7 +211,7 @@ def key_intervals(score: Score, layout: Layout, T: int, S: int, device: torch.de
     return KeyIntervals(
         first,
         end,
-        begins=layout.document_starts is not None or score.hides_keys,
+        begins=layout.document_starts is not None or score.window is not None,
         stops=bounded or score.causal,
         never_empty=S > 0 and (among_keys or not (bounded or score.causal)),
     )
@@ -237,5 +221,5 @@ def visible_pairs(score: Score, T: int) -> float:
     """Pairs of a query and a key it sees among T tokens, the diagonal counted half as FLOP formulas do: T^2 / 2."""
     if not score.causal:
         return float(T * T)
-    most = min(score.most_keys or T, T)
+    most = min(score.window or T, T)
     return most * T - most**2 / 2

@@ -46,7 +46,7 @@ class Spec(NamedTuple):
     @property
     def bounded(self) -> bool:
         """Whether the keys that a query sees may begin after the first: with a window or documents."""
-        return self.documents or self.score.hides_keys
+        return self.documents or self.score.window is not None
 
     @property
     def learns(self) -> bool:

@@ -173,5 +173,5 @@ class Decode:
 
 def longest_window(scores: Sequence[Score]) -> int | None:
     """The most keys that a query of any layer sees; None where a layer has no window."""
-    windows = [score.most_keys for score in scores]
+    windows = [score.window for score in scores]
     return None if None in windows else max((window for window in windows if window is not None), default=1)

@@ -110,8 +110,8 @@ def mask_function(score: Score, layout: Layout, T: int, S: int) -> Mask | None:
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         query, key = i + q_start, j + k_start
         seen = key <= query if score.causal else j >= 0
-        if score.hides_keys:
-            seen = seen & (key >= score.first_key(query))
+        if score.window is not None:
+            seen = seen & (key > query - score.window)
         if starts is not None:  # a document's start identifies it; before the row there is none
             seen = seen & (query >= 0) & (starts[b, query] == starts[b, key])
         return seen

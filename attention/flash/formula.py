@@ -377,7 +377,7 @@ def column_input(x: Tensor) -> Tensor:
 def readable(spec: Spec, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors of a formula as kernels read them."""
     score = spec.score
-    hoisted = len(steps_of(str(score.expression), score.causal, score.most_keys).hoisted)
+    hoisted = len(steps_of(str(score.expression), score.causal, score.window).hoisted)
     strided = [x.ndim == 0 or k >= hoisted or x.stride(-1) == 1 for k, x in enumerate(tensors)]
     return tuple(x if is_fine else x.contiguous() for x, is_fine in zip(tensors, strided, strict=True))
 

@@ -20,7 +20,7 @@ def reach_of(score: Score, layout: Layout, T: int, S: int, H: int) -> Reach:
     """The range of positions of T queries and S keys."""
     first, keys = layout.query_start(T, S), (layout.k_start, layout.k_start + S - 1)
     queries = (0, S - 1) if layout.lengths is not None else (first, first + T - 1)
-    return Reach(queries, keys, score.causal, score.most_keys, H)
+    return Reach(queries, keys, score.causal, score.window, H)
 
 
 def visible_distances(score: Score, layout: Layout, T: int, S: int) -> tuple[int, int]:
@@ -52,7 +52,7 @@ def place_of(score: Score, layout: Layout, q: Tensor, S: int, steps: Steps) -> C
 def seen_keys(score: Score, layout: Layout, T: int, S: int, device: torch.device) -> Tensor:
     """The number of S keys that each of T queries sees, at least 1: (T,), or with lengths or documents (B, T)."""
     first = layout.query_start(T, S) - layout.k_start
-    bounded = layout.lengths is not None or layout.document_starts is not None or score.hides_keys
+    bounded = layout.lengths is not None or layout.document_starts is not None or score.window is not None
     if score.causal and not bounded and 0 <= first <= S - T:
         return torch.arange(first + 1, first + 1 + T, device=device)
     seen = key_intervals(score, layout, T, S, device)

@@ -26,7 +26,6 @@ class ALiBi(ScoreOption):
     """subtract slope_h (i - j) from the score of query i and key j"""
 
     name = "alibi"
-    title = "ALiBi"
     looks_back = is_formula = in_kernels = True
     tensor = HeadTensor("slopes", alibi_slopes, learned=False, meaning="slope")
 

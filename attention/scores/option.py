@@ -36,14 +36,12 @@ class Recognised(NamedTuple):
 class ScoreOption:
     """An option of `Score`, which is off at its default. A subclass holds all that depends on the option.
 
-    Implementations compute an option that changes scores as a formula, and read from here which keys an option hides,
-    so that a new option changes no other file but `Score`, which has its field.
+    Implementations compute an option that changes scores as a formula, so that a new one changes no other file but
+    `Score`, which has its field.
 
     name        of the field and of the feature
     type        of the value, and `words` for it in refusals
-    title       in sentences and tables
     looks_back  whether it needs causal=True
-    hides_keys  whether a query sees fewer keys with it, see `first_key`
     is_formula  whether it changes scores, see `formula`
     in_kernels  whether the subclass's file has Triton code for attention=flash, which else computes the formula, and
                 refuses an option without one
@@ -54,9 +52,7 @@ class ScoreOption:
     type: ClassVar[Any] = bool
     words: ClassVar[str] = "true or false"
     default: ClassVar[Any] = False
-    title: ClassVar[str]
     looks_back: ClassVar[bool] = False
-    hides_keys: ClassVar[bool] = False
     is_formula: ClassVar[bool] = False
     in_kernels: ClassVar[bool] = False
     tensor: ClassVar[HeadTensor | None] = None
@@ -71,11 +67,3 @@ class ScoreOption:
     def recognised(self, x: Node) -> Recognised | None:
         """The option with the formula x, where a kernel has faster code for it."""
         return None
-
-    def first_key(self, value: Any, query: Any) -> Any:
-        """The position of the first key that the query at a position sees, if there is one; integers or tensors."""
-        raise NotImplementedError
-
-    def most_keys(self, value: Any) -> int:
-        """The most keys that a query sees, for an option that hides keys."""
-        raise NotImplementedError

@@ -26,7 +26,6 @@ class Sinks(ScoreOption):
     """a learned logit for each head joins the softmax's sum"""
 
     name = "sinks"
-    title = "sinks"
     in_kernels = True
     tensor = HeadTensor("sinks", no_sinks_yet, learned=True, meaning="logit")
 

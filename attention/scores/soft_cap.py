@@ -15,7 +15,6 @@ class SoftCap(ScoreOption):
 
     name = "soft_cap"
     type, words, default = float | None, "a number", None
-    title = "a soft cap"
     is_formula = in_kernels = True
 
     def check(self, value: float) -> None:

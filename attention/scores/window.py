@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..errors import Option, ScoreError
 from .option import ScoreOption
 
@@ -13,16 +11,9 @@ class Window(ScoreOption):
 
     name = "window"
     type, words, default = int | None, "a whole number", None
-    title = "a window"
-    looks_back = hides_keys = in_kernels = True
+    looks_back = in_kernels = True
 
     def check(self, value: int) -> None:
         if value < 1:
             window = Option("score.window", value)
             raise ScoreError("{} must be at least 1, the query's own key; leave it out for all keys.", window)
-
-    def first_key(self, value: int, query: Any) -> Any:
-        return query - (value - 1)
-
-    def most_keys(self, value: int) -> int:
-        return value

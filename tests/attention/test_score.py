@@ -126,8 +126,8 @@ def test_a_score_that_an_implementation_lacks_is_refused_when_the_model_is_built
         ({"soft_cap": 0.0}, r"soft_cap=0.0 must be positive"),
         ({"soft_cap": float("nan")}, r"soft_cap=nan must be positive"),
         ({"soft_cap": float("inf")}, r"soft_cap=inf must be positive and finite"),
-        ({"causal": False, "window": 3}, r"need causal=True"),
-        ({"causal": False, "alibi": True}, r"need causal=True"),
+        ({"causal": False, "window": 3}, r"needs causal=True"),
+        ({"causal": False, "alibi": True}, r"needs causal=True"),
     ],
 )
 def test_scores_that_mean_nothing_are_refused(options, complaint):
