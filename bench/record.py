@@ -148,11 +148,6 @@ class Recorder:
         self.rows |= {self.key(row): row | {"measurement": self.measurement} for row in rows}
         self.write()
 
-    def replace(self, fields: Row, rows: Iterable[Row]) -> None:
-        """Write rows; they replace all earlier ones that have these fields, whatever their identity."""
-        self.rows = {key: row for key, row in self.rows.items() if row | fields != row}
-        self.add(*rows)
-
     def write(self) -> None:
         """Write the file, without measurements that have no row left."""
         measurements: list[Row] = []

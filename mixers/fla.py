@@ -13,15 +13,15 @@ from torch import Tensor
 
 from .recurrence import Decay, MixerError, MixerInputs, Recurrence, document_starts
 
-# Recurrence -> the package's module and function.
+# Recurrence -> the module <name> of the package, with the function chunk_<name>.
 KERNELS = {
-    Recurrence(Decay.none, False): ("linear_attn", "chunk_linear_attn"),
-    Recurrence(Decay.fixed, False): ("simple_gla", "chunk_simple_gla"),
-    Recurrence(Decay.head, False): ("simple_gla", "chunk_simple_gla"),
-    Recurrence(Decay.channel, False): ("gla", "chunk_gla"),
-    Recurrence(Decay.none, True): ("delta_rule", "chunk_delta_rule"),
-    Recurrence(Decay.head, True): ("gated_delta_rule", "chunk_gated_delta_rule"),
-    Recurrence(Decay.channel, True): ("kda", "chunk_kda"),
+    Recurrence(Decay.none, False): "linear_attn",
+    Recurrence(Decay.fixed, False): "simple_gla",
+    Recurrence(Decay.head, False): "simple_gla",
+    Recurrence(Decay.channel, False): "gla",
+    Recurrence(Decay.none, True): "delta_rule",
+    Recurrence(Decay.head, True): "gated_delta_rule",
+    Recurrence(Decay.channel, True): "kda",
 }
 
 
@@ -56,8 +56,8 @@ def fla(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> tuple[Tens
     leaves = (inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta, inputs.initial)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
         check_gradients(recurrence, inputs.v.device)
-    module, name = KERNELS[recurrence]
-    return through_package(getattr(import_module(f"fla.ops.{module}"), name), inputs, recurrence, scale)
+    name = KERNELS[recurrence]
+    return through_package(getattr(import_module(f"fla.ops.{name}"), f"chunk_{name}"), inputs, recurrence, scale)
 
 
 def through_package(

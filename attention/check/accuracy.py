@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from .cases import Case
 from .formula import RESULTS
@@ -25,27 +24,6 @@ SHOWN = 3  # failures that are reduced to a small case and printed
 SMALLER_S = 20.0  # seconds to reduce all of them
 QUICK = 12  # a quick check tries one case in 12
 CRASHES = 8  # the check of accuracy stops after so many
-
-
-class Judged(NamedTuple):
-    """The result of a call: the verdict on the worst of out, gradients and log-sum-exp, or why it was refused; and the
-    rows of all of them that the reference cannot compute."""
-
-    verdict: Verdict | None
-    refusal: str
-    unjudged: int
-
-
-class Crash(NamedTuple):
-    """A call that ended its process. `more` calls with the same memory layout were left out afterwards."""
-
-    case: Case
-    why: str
-    more: int
-
-    def words(self) -> str:
-        more = f"; {self.more} more with {self.case.memory} are left out" if self.more else ""
-        return f"{self.why} ({self.case.words()}){more}"
 
 
 class Accuracy:
@@ -67,14 +45,14 @@ class Accuracy:
         self.unjudged: dict[str, int] = Counter()
         self.calls: dict[str, int] = Counter()
         self.refused: dict[str, list[str]] = defaultdict(list)
-        self.crashes: dict[str, list[Crash]] = defaultdict(list)
+        self.crashes: dict[str, list[Failure]] = defaultdict(list)
 
     def jobs(self) -> Iterator[Job]:
         """The cases, until the time is up."""
         while self.plan.todo and not self.session.out_of_time():
             yield partial(judged_call, planned=self.plan.todo.pop(0))
 
-    def done(self, job: Job, result: Judged | Ended) -> None:
+    def done(self, job: Job, result: list[Verdict] | str | Ended) -> None:
         """Record the result of a job."""
         planned: Planned = job.keywords["planned"]
         group, case = planned.group, planned.case
@@ -85,14 +63,13 @@ class Accuracy:
                 self.plan.todo.append(planned)
             return
         self.plan.tried.append(planned)
-        if result.refusal:
-            self.refused[group].append(result.refusal)
+        if isinstance(result, str):
+            self.refused[group].append(result)
             return
-        verdict = result.verdict
-        assert verdict is not None
+        verdict = max(result, key=lambda verdict: verdict.share)
         self.calls[group] += 1
         self.failed[group] += not verdict.passes
-        self.unjudged[group] += result.unjudged
+        self.unjudged[group] += sum(verdict.unjudged for verdict in result)
         if group not in self.worst or verdict.share > self.worst[group][1].share:
             self.worst[group] = case, verdict
 
@@ -104,7 +81,8 @@ class Accuracy:
         self.calls[planned.group] += 1
         self.failed[planned.group] += 1
         more = self.plan.give_up(case.memory) if case.memory != "contiguous" else 0
-        self.crashes[planned.group].append(Crash(case, why, more))
+        left_out = f"; {more} more with {case.memory} are left out" if more else ""
+        self.crashes[planned.group].append(Failure(f"{why} ({case.words()}){left_out}", case))
         if sum(map(len, self.crashes.values())) >= CRASHES:
             self.plan.todo.clear()
 
@@ -118,8 +96,8 @@ class Accuracy:
         for line in lines:
             for crash in self.crashes[line.name][:1]:
                 session = self.session
-                code = crashing(session.subject, crash.case, session.device, session.gradients)
-                line.failures.append(Failure(crash.words(), crash.case, code))
+                crash.code = crashing(session.subject, crash.case, session.device, session.gradients)
+                line.failures.append(crash)
         self.show(runner, [line for line in lines if line.share is not None and line.share > 1])
         return lines
 
@@ -132,7 +110,7 @@ class Accuracy:
             return Line(group, "skip", f"refused: {refused[0]}" if refused else "no time was left")
         details, share, passes = list[str](), None, not crashes
         if crashes:
-            details.append(f"{len(crashes)} of {self.calls[group]} end their process: {crashes[0].words()}")
+            details.append(f"{len(crashes)} of {self.calls[group]} end their process: {crashes[0].what}")
         if group in self.worst:
             case, verdict = self.worst[group]
             share, passes = verdict.share, verdict.passes and passes
@@ -175,13 +153,12 @@ class Accuracy:
                 line.failures.append(failure)
 
 
-def judged_call(session: Session, planned: Planned) -> Judged:
-    """The verdict on the worst result of a call."""
+def judged_call(session: Session, planned: Planned) -> list[Verdict] | str:
+    """The verdicts on a call's results, or why it was refused."""
     try:
-        judged = verdicts(session.subject, planned.case, session.device, session.gradients)
+        return verdicts(session.subject, planned.case, session.device, session.gradients)
     except Refused as error:
-        return Judged(None, str(error), 0)
-    return Judged(max(judged, key=lambda verdict: verdict.share), "", sum(v.unjudged for v in judged))
+        return str(error)
 
 
 def smallest_failure(session: Session, case: Case, verdict: Verdict, way: Way = USUAL) -> Failure:

@@ -22,11 +22,20 @@ def write(
     new_v: Tensor,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """`Cache.write` of new_k and new_v, for a cache's k, v, lengths and pages."""
+    """`Cache.write` of new_k and new_v for a cache's k, v, lengths and pages; on a GPU by a kernel, without waiting."""
     if HAS_TRITON and k.device.type == "cuda" and not torch.version.hip:
         write_kernel.write(k, v, lengths, pages, new_k, new_v, cu_seqlens)
-    else:
-        write_in_torch(k, v, lengths, pages, new_k, new_v, cu_seqlens)
+        return
+    sequence, position = destinations(lengths, new_k, cu_seqlens)
+    size = k.shape[2]
+    capacity = size if pages is None else size * pages.shape[1]
+    has_slot = (position >= 0) & (position < capacity)
+    row, slot = sequence, position
+    if pages is not None:
+        row, slot = pages[sequence, position.clamp(0, capacity - 1) // size], position % size
+        has_slot &= row >= 0
+    for x, new in ((k, new_k), (v, new_v)):
+        x[row[has_slot], :, slot[has_slot]] = new.transpose(1, 2).flatten(0, 1)[has_slot]  # (tokens, H_kv, D)
 
 
 # For torch.compile only: elsewhere torch's dispatcher would take longer than the kernel.
@@ -40,28 +49,6 @@ def _(k: Tensor, v: Tensor, *_: Any) -> None:
             "torch.compile (2.11) writes to the wrong place of a view; allocate a cache's k and v separately, or write "
             "outside the compiled function."
         )
-
-
-def write_in_torch(
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    pages: Tensor | None,
-    new_k: Tensor,
-    new_v: Tensor,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """`write` in torch operations. Waits for a device that is not the CPU."""
-    sequence, position = destinations(lengths, new_k, cu_seqlens)
-    size = k.shape[2]
-    capacity = size if pages is None else size * pages.shape[1]
-    has_slot = (position >= 0) & (position < capacity)
-    row, slot = sequence, position
-    if pages is not None:
-        row, slot = pages[sequence, position.clamp(0, capacity - 1) // size], position % size
-        has_slot &= row >= 0
-    for x, new in ((k, new_k), (v, new_v)):
-        x[row[has_slot], :, slot[has_slot]] = new.transpose(1, 2).flatten(0, 1)[has_slot]  # (tokens, H_kv, D)
 
 
 def destinations(lengths: Tensor, new_k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..layout import Layout
 from ..precision import accum_dtype
 from ..score import Score, key_intervals
-from .hoist import CallPlace, Steps, factors_of, hoisted
+from .hoist import CallPlace, Steps, evaluated
 from .ranges import Reach
 from .rules import check_tensors
 from .tile import TileFormula
@@ -73,8 +73,9 @@ def prepared(
     if not torch.compiler.is_compiling():
         check_tensors(score.expression, tensors, B, reach_of(score, layout, T, S, H))
     place = place_of(score, layout, q, S, steps)
-    factors = None if steps.factor is None else factors_of(q, steps, tensors, place)
-    inputs = hoisted(steps, tensors, place, accum_dtype(q.dtype))
+    dtype = accum_dtype(q.dtype)
+    factors = None if steps.factor is None else evaluated("row", None, steps.factor, tensors, place, dtype)
+    inputs = [evaluated(*hoisted, tensors, place, dtype) for hoisted in steps.hoisted]
     return factors, steps.scale, (*inputs, *(tensors[name] for name, _ in steps.tables))
 
 

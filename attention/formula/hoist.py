@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..gpu import constant_when_compiled
-from ..precision import accum_dtype
 from .axes import axes
 from .evaluate import Instructions, ProgramInputs, entries, full_index, leaves_of, program, run
 from .graph import Node, is_number, leaf, topological
@@ -129,25 +128,15 @@ def distances(reach: tuple[int, int], far: int | None, device: torch.device) -> 
     return torch.arange(low, max(low, high if far is None else min(high, far)) + 1, device=device)
 
 
-def factors_of(q: Tensor, steps: Steps, tensors: dict[str, Tensor], place: CallPlace) -> Tensor:
-    """The factors of s, each the same along a row, for q (B, H, T, D): (B or 1, H or 1, T or 1)."""
-    assert steps.factor is not None
-    return evaluated("row", None, steps.factor, tensors, place, accum_dtype(q.dtype))
-
-
 def scaled_queries(q: Tensor, factors: Tensor) -> Tensor:
     """q (B, H, T, D), each row times its factor."""
     return (q.to(factors.dtype) * factors.unsqueeze(-1)).to(q.dtype)
 
 
-def hoisted(steps: Steps, tensors: dict[str, Tensor], place: CallPlace, dtype: torch.dtype) -> list[Tensor]:
-    """The hoisted values, (B or 1, H or 1, length) each, with length 1 for a head; for pairs (B or 1, H or 1, T, S)."""
-    return [evaluated(stage, far, steps, tensors, place, dtype) for stage, far, steps in steps.hoisted]
-
-
 def evaluated(
     stage: str, far: int | None, steps: Instructions, tensors: dict[str, Tensor], place: CallPlace, dtype: torch.dtype
 ) -> Tensor:
+    """A hoisted value, (B or 1, H or 1, length), with length 1 for a head; for pairs (B or 1, H or 1, T, S)."""
     if stage == "distance" and not torch.compiler.is_compiling():
         part = part_of_table(steps, place.distances, far)
         if part is not None and part.end <= tensors[part.name].shape[-1]:

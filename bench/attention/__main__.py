@@ -127,7 +127,7 @@ def measure_all(args: argparse.Namespace, recorder: Recorder) -> None:
     for n, problem in enumerate(todo, 1):
         described = ", ".join(f"{name} {value}" for name, value in describe(problem).items())
         print(f"{n}/{len(todo)}: {described}", flush=True)
-        recorder.replace(describe(problem), measure(problem, chosen, args.seconds))
+        recorder.add(*measure(problem, chosen, args.seconds))
         release(problem.device)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from attention import Attention, AttentionConfig, Cache, Score, UnsupportedAttention, build_attention
 from attention.check.formula import evaluate
 from attention.decode import write_kernel
-from attention.decode.write import write_in_torch
+from attention.decode.write import write as write_in_torch
 from attention.flash.decode import choose_blocks
 from tests.attention.reference import Case
 
@@ -147,7 +147,7 @@ def test_pages_before_the_window_may_be_gone(attend):
 def test_new_tokens_follow_those_of_their_sequence(size, in_kernel, monkeypatch):
     """Each sequence writes a prompt, packed or left-padded, then three tokens one by one."""
     if in_kernel:
-        monkeypatch.setattr("attention.decode.write.write_in_torch", write_kernel.write)
+        monkeypatch.setattr("attention.decode.cache.write", write_kernel.write)
     prompts, more = [40, 0, 7], 3
     tokens = contiguous([n + more for n in prompts], 64, 2, 8)
     empty = emptied(tokens if size is None else paged(tokens, size))

@@ -55,13 +55,6 @@ def test_a_measurement_that_fails_keeps_its_rows_and_has_no_end(tmp_path: Path) 
     assert row["measurement"]["ended"] is None
 
 
-def test_rows_of_one_problem_are_replaced_together(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "some.json", ("name", "length"), now())
-    recorder.add(*({"name": name, "length": length} for name in ("flash", "naive") for length in (1, 2)))
-    recorder.replace({"length": 1}, [{"name": "flash", "length": 1}])
-    assert [(row["name"], row["length"]) for row in read(recorder.path)] == [("flash", 2), ("naive", 2), ("flash", 1)]
-
-
 def test_every_result_file_is_readable_and_names_its_measurements() -> None:
     for path in RESULTS.glob("*.json"):
         rows = read(path)
