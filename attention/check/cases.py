@@ -214,7 +214,7 @@ def drawn(case: Case, device: torch.device) -> list[str]:
 
 def draw(case: Case, device: torch.device | str = "cpu") -> Inputs:
     """The tensors of `drawn`, as a program that starts from the case's seed has them."""
-    names = {"torch": torch}
+    names: dict[str, Any] = {"torch": torch}
     with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(case.seed)
         exec("\n".join(drawn(case, torch.device(device))), names)
