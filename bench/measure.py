@@ -11,7 +11,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,29 +65,6 @@ def interleaved(
     return {name: failed.get(name) or Timing.of(sampler.samples) for name, sampler in samplers.items()}
 
 
-def timed(calls: Iterable[Call], count: int, device: torch.device, host_s: float) -> list[float]:
-    """Milliseconds of each of `count` calls; what makes a call is not timed.
-
-    By the host's clock, on a GPU by its own, the launches behind a pause where the queue can hold them.
-
-    host_s  how long the host is busy with one of them
-    """
-    if device.type != "cuda":
-        return [on_host(call) for call in calls]
-    pause_s = 1.5 * count * host_s
-    if pause_s < LONGEST_PAUSE_S:
-        torch.cuda._sleep(int(pause_s * CYCLES_PER_SECOND))
-    events = []
-    for call in calls:
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        stop.record()
-        events.append((start, stop))
-    synchronise(device)
-    return [start.elapsed_time(stop) for start, stop in events]
-
-
 def on_host(call: Call) -> float:
     """Milliseconds of a call by the host's clock."""
     begin = time.perf_counter()
@@ -115,10 +92,27 @@ class Sampler:
         self.wanted = min(MAX_SAMPLES, max(MIN_SAMPLES, self.wanted))
 
     def take(self, turns_left: int) -> None:
-        """Take an equal share of the samples that are still wanted."""
+        """Take an equal share of the samples that are still wanted; what makes a call is not timed.
+
+        By the host's clock, on a GPU by its own, the launches behind a pause where the queue can hold them.
+        """
         count = -(-(self.wanted - len(self.samples)) // turns_left)
-        if count > 0:
-            self.samples += timed((self.prepare() for _ in range(count)), count, self.device, self.host_s)
+        if self.device.type != "cuda":
+            self.samples += [on_host(self.prepare()) for _ in range(count)]
+            return
+        pause_s = 1.5 * count * self.host_s
+        if 0 < pause_s < LONGEST_PAUSE_S:
+            torch.cuda._sleep(int(pause_s * CYCLES_PER_SECOND))
+        events = []
+        for _ in range(count):
+            call = self.prepare()
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            stop.record()
+            events.append((start, stop))
+        synchronise(self.device)
+        self.samples += [start.elapsed_time(stop) for start, stop in events]
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:

@@ -45,6 +45,7 @@ RECURRENCES = {
 }
 NAMES = [f"{way}-{name}" for way in IMPLEMENTATIONS for name in RECURRENCES]
 OURS, PACKAGES = {"log_decay", "beta", "initial", "documents"}, {"g", "beta", "initial_state", "cu_seqlens"}
+TAKES = frozenset({"beta", "scale", "initial", "documents"})
 LEAVES = ("q", "k", "v", "log_decay", "beta", "initial")
 Mixer = Callable[[MixerInputs, Recurrence, float], tuple[Tensor, Tensor | None]]
 Load = Callable[[str], Any]  # what my_module:name or file.py:name names; raises ValueError
@@ -59,7 +60,7 @@ class Subject(NamedTuple):
     name: str
     call: Mixer
     recurrence: Recurrence
-    takes: frozenset[str] = frozenset({"beta", "scale", "initial", "documents"})
+    takes: frozenset[str] = TAKES
 
 
 class Verdict(NamedTuple):
@@ -190,7 +191,7 @@ def check(
         words = (f"{wrong} of {len(verdicts)} wrong, " if wrong else "") + worst.words()
         more = f"; refused {len(reasons)}: {reasons[0]}" if reasons else ""
         yield Line("FAIL" if wrong else "ok", group, f"{words}; {len(verdicts)} calls{more}")
-    for name in sorted(Subject._field_defaults["takes"] - subject.takes):
+    for name in sorted(TAKES - subject.takes):
         yield Line("skip", name, "not among its parameters")
 
 
@@ -231,7 +232,7 @@ def of_function(target: str, function: Callable[..., Any], name: str | None, dev
         takes = {theirs.get(name, name) for name in names}
     else:
         call, takes = partial(called, function, names), names
-    subject = Subject(target, call, Recurrence(), Subject._field_defaults["takes"] & takes)
+    subject = Subject(target, call, Recurrence(), TAKES & takes)
     if name is not None:
         return subject._replace(recurrence=RECURRENCES[name])
     decays = bool({"g", "log_decay"} & names)

@@ -52,14 +52,10 @@ def leaks(session: Session) -> Line:
         for keys in key_sets(session.fitting(case))
     ]
     random.Random(session.seed).shuffle(pairs)  # so that a short check tries some of each case
-    refused: set[Case] = set()
     for case, (words, code, changed) in session.timely(pairs):
-        if case in refused:
-            continue
         try:
             result = leak(session, case, changed)
         except Refused:
-            refused.add(case)
             continue
         calls += 2
         if result and not wrong:

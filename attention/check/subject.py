@@ -79,30 +79,22 @@ class CheckError(AttentionError):
     """A check that cannot start; the message names the remedy."""
 
 
-def builtin_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None:
-    """The parameters of torch's scaled_dot_product_attention."""
-
-
 class Signature:
     """The parameters of a callable."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        if inspect.unwrap(function) is torch.nn.functional.scaled_dot_product_attention:
-            function = builtin_sdpa  # Python cannot see a builtin's parameters
         try:
             called = function.forward if isinstance(function, torch.nn.Module) else function  # its __call__ is (*args)
             self.parameters = dict(inspect.signature(called).parameters)
         except (ValueError, TypeError):
             self.parameters = {}
+        if (
+            inspect.unwrap(function) is torch.nn.functional.scaled_dot_product_attention
+        ):  # Python cannot see a builtin's
+            schema = torch.ops.aten.scaled_dot_product_attention.default._schema
+            self.parameters = {
+                x.name: inspect.Parameter(x.name, inspect.Parameter.KEYWORD_ONLY) for x in schema.arguments
+            }
         self.any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.parameters.values())
 
     def name(self, role: str) -> str | None:

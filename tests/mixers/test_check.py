@@ -12,13 +12,13 @@ import torch
 from attention.__main__ import main as command
 from attention.from_file import load
 from mixers.cases import cases
-from mixers.check import RECURRENCES, Mixer, Subject, check, judge, main, of_function, takes_on
+from mixers.check import RECURRENCES, TAKES, Mixer, Subject, check, judge, main, of_function, takes_on
 from tests.mixers.wrong_mixers import CHUNK, FAULTS, OF_SUMS, RIGHT
 
 CPU, SIZES = torch.device("cpu"), (4, 6)
 
 
-def caught(mixer: Mixer, name: str, takes: frozenset[str] = Subject._field_defaults["takes"]) -> str | None:
+def caught(mixer: Mixer, name: str, takes: frozenset[str] = TAKES) -> str | None:
     """The group of the first case that a mixer fails in fp32; None: it fails none."""
     subject = Subject(name, mixer, RECURRENCES[name], takes)
     for case in cases(subject.recurrence, SIZES, CHUNK, takes):
