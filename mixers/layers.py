@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -99,13 +99,45 @@ class ShortConvolution(nn.Module):
         return F.silu(out), inputs[:, T:]
 
 
-class LinearAttention(nn.Module):
+class RecurrentLayer(nn.Module):
+    """What the layers share: a recurrence of n_heads states (key_dim, value_dim), and a convolution before it."""
+
+    recurrence: Recurrence
+    n_heads: int
+    key_dim: int
+    value_dim: int
+    mixer: str
+    conv: ShortConvolution | None
+
+    def mixed(
+        self, q: Tensor, k: Tensor, v: Tensor, before: MixerState, documents: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`mix` of tokens that follow those of a state."""
+        mixer = "recurrent" if q.shape[2] == 1 else self.mixer
+        given = {"recurrence": self.recurrence, "initial": before.recurrent, "documents": documents, "mixer": mixer}
+        return mix(q, k, v, **given, **options)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Operations of the recurrence in a forward pass."""
+        return (4 + 2 * self.recurrence.delta) * self.n_heads * self.key_dim * self.value_dim
+
+    def new_state(self, sequences: int, device: torch.device, dtype: torch.dtype) -> MixerState:
+        """The state before the first token: zeros in fp32, and the convolution's inputs in `dtype`."""
+        inputs = None
+        if self.conv is not None:
+            inputs = torch.zeros(sequences, TAPS - 1, len(self.conv.weight), device=device, dtype=dtype)
+        recurrent = torch.zeros(sequences, self.n_heads, self.key_dim, self.value_dim, device=device)
+        return MixerState(recurrent, inputs, torch.zeros(sequences, device=device, dtype=torch.long))
+
+
+class LinearAttention(RecurrentLayer):
     """A layer of KINDS: x (B, T, C) to (B, T, C)."""
 
     def __init__(self, kind: Kind, n_embd: int, n_heads: int, mixer: str = "chunked") -> None:
         """Raises MixerError where the widths are no multiples of the heads."""
         super().__init__()
-        self.kind, self.n_heads, self.mixer = kind, n_heads, mixer
+        self.kind, self.recurrence, self.n_heads, self.mixer = kind, kind.recurrence, n_heads, mixer
         keys, values = round(kind.key_width * n_embd), round(kind.value_width * n_embd)
         if keys % n_heads or values % n_heads or (kind.keys == "rotary" and keys // n_heads % 2):
             raise MixerError(
@@ -145,31 +177,13 @@ class LinearAttention(nn.Module):
         q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
         q, k = self.prepared(q, k, before.tokens, documents)
         beta = None if self.b_proj is None else self.b_proj(x).float().sigmoid().transpose(1, 2)
-        out, recurrent = mix(
-            q,
-            k,
-            v,
-            recurrence=self.kind.recurrence,
-            log_decay=None if self.decay is None else self.decay(x),
-            beta=beta,
-            initial=before.recurrent,
-            documents=documents,
-            mixer="recurrent" if T == 1 else self.mixer,
-        )
+        log_decay = None if self.decay is None else self.decay(x)
+        out, recurrent = self.mixed(q, k, v, before, documents, log_decay=log_decay, beta=beta)
         out = rms_norm(out.transpose(1, 2)) * self.o_norm  # (B, T, H, V)
         if self.g_proj is not None:
             gate = self.g_proj(x).unflatten(-1, (self.n_heads, -1)).float()
             out = out * (F.silu(gate) if self.kind.gate == "silu" else gate.sigmoid())
         return self.o_proj(out.to(x.dtype).flatten(-2)), MixerState(recurrent, inputs, before.tokens + T)
-
-    @property
-    def flops_per_token(self) -> int:
-        """Operations of the recurrence in a forward pass."""
-        return (4 + 2 * self.kind.recurrence.delta) * self.n_heads * self.key_dim * self.value_dim
-
-    def new_state(self, sequences: int, device: torch.device, dtype: torch.dtype) -> MixerState:
-        """The state before the first token; dtype: of the convolution's inputs."""
-        return new_state(sequences, self.n_heads, self.key_dim, self.value_dim, self.conv, device, dtype)
 
     def prepared(self, q: Tensor, k: Tensor, tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, H, T, K) as the recurrence takes them; tokens (B,) came before."""
@@ -247,19 +261,22 @@ DECAYS: dict[tuple[Decay, bool], type[Rates] | type[LogisticRates] | type[FixedR
 }
 
 
-class Mamba2(nn.Module):
+class Mamba2(RecurrentLayer):
     """Mamba-2 as a linear attention with head decay: Dao and Gu 2024, "Transformers are SSMs", section 7.
 
     The step size dt of a token ties its decay, exp(-exp(A_log) dt), and its weight, dt. All heads share queries and
     keys (C and B there), and each adds D times its values.
     """
 
+    conv: ShortConvolution
+
     def __init__(self, n_embd: int, n_heads: int, state: int, mixer: str = "chunked") -> None:
         """n_heads: of 2 n_embd channels; state: channels of the keys. Raises MixerError."""
         super().__init__()
-        self.width, self.n_heads, self.state, self.mixer = 2 * n_embd, n_heads, state, mixer
+        self.width, self.n_heads, self.mixer = 2 * n_embd, n_heads, mixer
         if self.width % n_heads:
             raise MixerError(f"{self.width} channels do not divide into {n_heads} heads; choose another model.n_heads.")
+        self.recurrence, self.key_dim, self.value_dim = Recurrence(Decay.head), state, self.width // n_heads
         self.in_proj = nn.Linear(n_embd, 2 * self.width + 2 * state + n_heads, bias=False)
         self.conv = ShortConvolution(self.width + 2 * state, bias=True)
         self.A_log = nn.Parameter(torch.empty(n_heads).uniform_(1, 16).log())
@@ -274,47 +291,17 @@ class Mamba2(nn.Module):
         """As LinearAttention's."""
         B, T, _ = x.shape
         before = state or MixerState(None, None, torch.zeros(B, dtype=torch.long, device=x.device))
-        gate, inner, dt = self.in_proj(x).split([self.width, self.width + 2 * self.state, self.n_heads], dim=-1)
+        gate, inner, dt = self.in_proj(x).split([self.width, self.width + 2 * self.key_dim, self.n_heads], dim=-1)
         inner, inputs = self.conv(inner, documents, before.inputs)
-        values, key, query = inner.split([self.width, self.state, self.state], dim=-1)
+        values, key, query = inner.split([self.width, self.key_dim, self.key_dim], dim=-1)
         v = values.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # (B, H, T, V)
-        q, k = (y[:, None].expand(B, self.n_heads, T, self.state) for y in (query, key))
+        q, k = (y[:, None].expand(B, self.n_heads, T, self.key_dim) for y in (query, key))
         steps = F.softplus(dt.float() + self.dt_bias).transpose(1, 2)  # (B, H, T)
         log_decay = (-self.A_log.exp()[:, None] * steps)[..., None]
-        out, recurrent = mix(
-            q,
-            k,
-            v,
-            recurrence=Recurrence(Decay.head),
-            log_decay=log_decay,
-            beta=steps,
-            scale=1.0,
-            initial=before.recurrent,
-            documents=documents,
-            mixer="recurrent" if T == 1 else self.mixer,
-        )
+        out, recurrent = self.mixed(q, k, v, before, documents, log_decay=log_decay, beta=steps, scale=1.0)
         out = (out + self.D[:, None, None].to(v.dtype) * v).transpose(1, 2).flatten(-2)  # (B, T, 2 C)
         out = rms_norm(out.float() * F.silu(gate.float())) * self.norm
         return self.o_proj(out.to(x.dtype)), MixerState(recurrent, inputs, before.tokens + T)
-
-    @property
-    def flops_per_token(self) -> int:
-        """As LinearAttention's."""
-        return 4 * self.width * self.state
-
-    def new_state(self, sequences: int, device: torch.device, dtype: torch.dtype) -> MixerState:
-        """As LinearAttention's."""
-        width = self.width // self.n_heads
-        return new_state(sequences, self.n_heads, self.state, width, self.conv, device, dtype)
-
-
-def new_state(
-    B: int, H: int, K: int, V: int, conv: ShortConvolution | None, device: torch.device, dtype: torch.dtype
-) -> MixerState:
-    """Zeros (B, H, K, V) in fp32, the convolution's inputs in `dtype`, and no tokens."""
-    inputs = None if conv is None else torch.zeros(B, TAPS - 1, len(conv.weight), device=device, dtype=dtype)
-    tokens = torch.zeros(B, device=device, dtype=torch.long)
-    return MixerState(torch.zeros(B, H, K, V, device=device), inputs, tokens)
 
 
 def build_mixer(name: str, n_embd: int, n_heads: int, mixer: str = "chunked") -> LinearAttention | Mamba2:
