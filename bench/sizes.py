@@ -49,7 +49,7 @@ BUDGETS = {
     "tests": 260_100,
 }
 MOST_FILES = 309
-MOST_WORDS = 26_800  # of the pages in docs/
+MOST_WORDS = 27_000  # of the pages in docs/
 MOST_OPTIONS = 114
 
 
