@@ -102,8 +102,8 @@ def leak(session: Session, case: Case, changed: Tensor) -> str:
     do = inputs.do.masked_fill(sees.unsqueeze(-1), 0.0)
     factor = hiding(session)
     k, v = (torch.where(changed.unsqueeze(-1), factor * x, x) for x in (inputs.k, inputs.v))
-    before = results(session.subject, case, inputs.changed(do=do), session.gradients)
-    after = results(session.subject, case, inputs.changed(do=do, k=k, v=v), session.gradients)
+    before = results(session.subject, case, replace(inputs, do=do), session.gradients)
+    after = results(session.subject, case, replace(inputs, do=do, k=k, v=v), session.gradients)
     for name, rows in (("out", ~sees), ("lse", ~sees), ("dq", ~sees), ("dk", ~changed), ("dv", ~changed)):
         a, b = before.get(name), after.get(name)
         if a is None or b is None:
@@ -157,7 +157,7 @@ def not_finite(session: Session) -> Line:
             inputs = draw(here, session.device)
             x = getattr(inputs, name).clone()
             x[0, 0, 33, 2] = value
-            bad = inputs.changed(**{name: x})
+            bad = replace(inputs, **{name: x})
             doubles = bad.q.double(), bad.k.double(), bad.v.double(), bad.do.double()
             asked = problem(here, bad)
             exact, sees = evaluate(*doubles, asked).results, asked.seen[..., 33].unsqueeze(-1)

@@ -173,9 +173,6 @@ class Inputs:
     bias: Tensor | None = None
     starts: Tensor | None = None
 
-    def changed(self, **tensors: Any) -> Inputs:
-        return replace(self, **tensors)
-
 
 def drawn(case: Case, device: torch.device) -> list[str]:
     """The lines that draw q, k, v, do and, where the case has them, slopes, sinks, bias and starts.

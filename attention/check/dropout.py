@@ -51,7 +51,7 @@ def drawn_mask(session: Session, case: Case) -> tuple[Tensor, Tensor]:
     inputs = draw(replace(case, spread=0.1, memory="contiguous", trend="none"), session.device)
 
     def attend(v: Tensor) -> Tensor:
-        out = results(session.subject, case, inputs.changed(v=v), gradients=False)["out"]
+        out = results(session.subject, case, replace(inputs, v=v), gradients=False)["out"]
         assert out is not None
         return out
 

@@ -122,10 +122,8 @@ def from_transformers(name: str) -> Callable[..., Tensor]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(name)
-    package = "flash_attn.cute" if name == "flash_attention_4" else package
-    if package is not None:
-        importlib.import_module(package)  # without it, transformers would download kernels
+    if name.startswith("flash_attention"):  # without the package, transformers would download kernels
+        importlib.import_module({"2": "flash_attn", "3": "flash_attn_interface", "4": "flash_attn.cute"}[name[-1]])
     if name == "eager":  # each model has its own; Gemma 2's is the one with a soft cap
         return as_plain(eager_attention_forward, name)
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():

@@ -65,7 +65,7 @@ def results(
     needed = {f"d{name}": x for name, x in leaves.items()} if gradients else {}
     try:
         with eval(way.within, {"torch": torch}) if way.within else nullcontext():
-            values = results_of(lambda: subject(case, inputs.changed(**leaves), lse=True), needed, inputs.do)
+            values = results_of(lambda: subject(case, replace(inputs, **leaves), lse=True), needed, inputs.do)
     except (Exception, SystemExit) as error:
         if str(error).startswith("CUDA error"):
             raise  # the GPU computes nothing after it
@@ -110,12 +110,17 @@ def judged_by(
     gradients = any(name.startswith("d") for name in got)
     tensors = {name: x for name in (*LEAVES, "do") if (x := getattr(inputs, name)) is not None}
     rounded = results(reference, case, inputs, gradients)
+
+    def computed(dtype: torch.dtype) -> dict[str, Tensor | None]:
+        given = {name: x.to(dtype) for name, x in tensors.items()}
+        return results(reference, case, replace(inputs, **given), gradients)
+
     wide = torch.float64
     try:
-        exact = results(reference, case, inputs.changed(**{x: y.double() for x, y in tensors.items()}), gradients)
+        exact = computed(wide)
     except Refused:
         wide = torch.float32
-        exact = results(reference, case, inputs.changed(**{x: y.float() for x, y in tensors.items()}), gradients)
+        exact = computed(wide)
     u = (torch.finfo(inputs.q.dtype).eps if eps is None else eps) / 2
     generator = torch.Generator(inputs.q.device).manual_seed(0)
     squares = {name: row_means(name, torch.zeros_like(x)) for name, x in exact.items() if x is not None}
@@ -124,7 +129,7 @@ def judged_by(
             name: x.to(wide) * (1 + u * torch.randn(x.shape, generator=generator, device=x.device, dtype=wide))
             for name, x in tensors.items()
         }
-        for name, x in results(reference, case, inputs.changed(**changed), gradients).items():
+        for name, x in results(reference, case, replace(inputs, **changed), gradients).items():
             right = exact[name]
             if x is not None and right is not None:
                 squares[name] += row_means(name, (x - right).square()) / DRAWS

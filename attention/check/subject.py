@@ -31,7 +31,7 @@ from torch import Tensor
 from ..errors import AttentionError
 from ..from_file import is_in_file, load
 from .cases import DTYPES, PATTERNS, Case, Inputs, problem
-from .named import NAMED, PACKAGE, Unavailable
+from .named import NAMED, PACKAGE
 
 # The names that libraries give to the same parameter.
 ALIASES = {
@@ -403,7 +403,7 @@ def find(target: str, features: Iterable[str] = (), style: str | None = None) ->
         imports, expression, named_style, _, needs = NAMED[target]
         try:
             function, style = eval(expression, namespace(imports)), named_style or style
-        except (ImportError, Unavailable) as error:
+        except ImportError as error:
             raise CheckError(f"{target} needs {needs}, and importing it failed: {error}.") from error
     else:
         imports, expression, function = imported(target)

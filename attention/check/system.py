@@ -40,7 +40,7 @@ def derivatives(session: Session) -> Line:
         leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
 
         def out(*x: Tensor, case: Case = case) -> Tensor:
-            return subject(case, draw(case, session.device).changed(**dict(zip("qkv", x, strict=True))))[0]
+            return subject(case, replace(draw(case, session.device), **dict(zip("qkv", x, strict=True))))[0]
 
         try:
             got = out(*leaves).detach()
@@ -90,7 +90,7 @@ def graph(session: Session) -> Line:
         return Line(name, "skip", "needs a CUDA GPU")
     case = session.case(256, dtype=session.dtypes[-1], D=64, H_kv=4)  # in 16 bits, where the implementation takes them
     inputs = draw(case, session.device)
-    other = draw(replace(case, seed=case.seed + 1), session.device).changed(do=inputs.do)
+    other = replace(draw(replace(case, seed=case.seed + 1), session.device), do=inputs.do)
     leaves = {f"d{name}": getattr(inputs, name).detach().clone() for name in "qkv"}
     call = subject.prepared(case, inputs)
 
