@@ -27,7 +27,7 @@ class ALiBi(ScoreOption):
 
     name = "alibi"
     looks_back = is_formula = in_kernels = True
-    tensor = HeadTensor("slopes", alibi_slopes, learned=False, meaning="slope")
+    tensor = HeadTensor("slopes", alibi_slopes, learned=False)
 
     def formula(self, value: bool, s: str) -> str:
         return f"{s} - slopes[h] * (i - j)"

@@ -16,13 +16,11 @@ class HeadTensor(NamedTuple):
 
     initial  its numbers, or a learned tensor's first ones, for H heads on a device
     learned  whether it is a parameter of a model; a call then has to give it
-    meaning  of one of its numbers
     """
 
     name: str
     initial: Callable[[int, torch.device | str | None], Tensor]
     learned: bool
-    meaning: str
 
 
 class Recognised(NamedTuple):

@@ -27,7 +27,7 @@ class Sinks(ScoreOption):
 
     name = "sinks"
     in_kernels = True
-    tensor = HeadTensor("sinks", no_sinks_yet, learned=True, meaning="logit")
+    tensor = HeadTensor("sinks", no_sinks_yet, learned=True)
 
 
 def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
