@@ -39,6 +39,11 @@ def load(name: str) -> Any:
         for part in name.rpartition(":")[2].split("."):
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "attention":
+            raise UnsupportedAttention(
+                "{} cannot be imported: the package attention is called gpt_attention outside its checkout; write "
+                "gpt_attention in {}.", asked, place,
+            ) from error  # fmt: skip
         raise UnsupportedAttention("{} cannot be imported: {}: {}.", asked, type(error).__name__, error) from error
     if not callable(found):
         raise UnsupportedAttention("{} is {}; name a class or a function.", asked, type(found).__name__)
