@@ -18,10 +18,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_a_check_tries_every_input_in_some_precision_within_a_minute_and_flash_is_correct(
     capsys: pytest.CaptureFixture[str],
 ):
-    """The tests before have compiled most of its kernels. With empty caches, the first half minute goes into that."""
-    started = time.monotonic()
-    assert main(["flash", "--device", "cuda"]) == 0
-    assert time.monotonic() - started < 70  # with the start of its processes, and their end
-    page = capsys.readouterr().out
-    assert re.search(r"^flash is correct in all \d+ checks", page, flags=re.MULTILINE)
-    assert not re.findall("no time was left|for none with.*", page)
+    """Twice: where Triton's cache is empty, the first minute goes into compiling, and tries what it can."""
+    for _ in range(2):
+        started = time.monotonic()
+        assert main(["flash", "--device", "cuda"]) == 0
+        assert time.monotonic() - started < 70  # with the start of its processes, and their end
+        page = capsys.readouterr().out
+        assert re.search(r"^flash is correct in all \d+ checks", page, flags=re.MULTILINE)
+        assert "no time was left" not in page
+    assert not re.findall("for none with.*", page)
