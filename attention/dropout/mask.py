@@ -94,13 +94,20 @@ class DropoutKey:
         for name, position, unit in (("first_query", self.first_query, 16), ("first_key", self.first_key, 64)):
             if isinstance(position, int) and position % unit:
                 raise ValueError(f"{name}={position} of a dropout key must be a multiple of {unit}.")
-        numbers = [getattr(self, field.name) for field in fields(self)]
-        return torch.stack(  # no copy from the host, which a CUDA graph could not capture
+        # Each part is a launch on a GPU, so equal numbers that follow one another make one part.
+        parts: list[tuple[int | Tensor, int]] = []  # a value, and how many times in a row it comes
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if parts and isinstance(value, int) and isinstance(parts[-1][0], int) and parts[-1][0] == value:
+                parts[-1] = value, parts[-1][1] + 1
+            else:
+                parts.append((value, 1))
+        return torch.cat(
             [
-                x.to(device, torch.int64)
+                x.to(device, torch.int64).reshape(1)
                 if isinstance(x, Tensor)
-                else torch.full((), x, dtype=torch.int64, device=device)
-                for x in numbers
+                else torch.full((count,), x, dtype=torch.int64, device=device)
+                for x, count in parts
             ]
         )
 

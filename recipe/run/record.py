@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from attention import Attention, AttentionShape, DropoutKey, Layout, documents
-from attention.check.memory import AllocationMeter
 from attention.from_file import digest_of, file_of, is_in_file
 from data.atomic import write_atomically
 from model.counting import num_parameters
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
+from recipe.run.memory import AllocationMeter
 from recipe.run.meters import GIB, StepMeter, process_peak
 from recipe.run.metrics import read_metrics
 from recipe.run.run_folder import write_recorded

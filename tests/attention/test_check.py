@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -746,7 +746,7 @@ def test_correct_attention_is_not_accused(name: str):
     session = session_of(right_attention.subject(name), "fp32")
     judged, cases = 0, random.Random(name).sample([x for x in SMALL if session.subject.supports(x)], 3)
     for case, dtype in zip(cases, ("fp32", "bf16", "fp16"), strict=True):
-        with suppress(Refused):
+        with suppress(Refused) if name.startswith("sdpa-") else nullcontext():  # one kernel does not take all calls
             assert worst(session.subject, replace(case, dtype=dtype)).passes, case
             judged += 1
     assert judged

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention import AttentionConfig, AttentionShape, Score, build_attention
-from attention.check.memory import AllocationMeter
+from recipe.run.memory import AllocationMeter
 from recipe.run.record import attention_peak
 from recipe.training.device import cpu_memory_limit
 
