@@ -2,6 +2,7 @@
 
     python -m bench.mixers                          all, about 20 minutes on an H200, most of them the kernels' tuning
     python -m bench.mixers --mixers gdn --tokens 8192 32768
+    python -m bench.mixers --parts layer            the times alone
     gpt-attention check fla-gdn                     the judgement of one alone, in words
 
 A layer has GPT-2's width, 768 channels and 12 heads, and runs forward and backward in bf16. `ours` is the same layer
@@ -27,6 +28,7 @@ from mixers.layers import build_mixer
 from recipe.wording import markdown_table
 
 CHANNELS, HEADS, SECONDS = 768, 12, 2.0
+PARTS = ("check", "layer")
 DTYPES, CHUNK, SIZES = ("bf16", "fp16", "fp32"), 64, (64, 64)
 # The package's layer with the same weights: its class, and its options for C channels and H heads.
 PACKAGES: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
@@ -114,14 +116,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line("bench.mixers", __doc__, "mixers")
     parser.add_argument("--mixers", nargs="+", default=list(RECURRENCES), choices=RECURRENCES)
     parser.add_argument("--tokens", nargs="+", default=[8192], type=int)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     args = parser.parse_args(arguments)
     require_gpu(parser)
     device = torch.device("cuda")
     identity = ("part", "mixer", "way", "tokens")
     with recording(args, arguments, identity, device, ("flash-linear-attention",)) as recorder:
         for name in args.mixers:
-            recorder.add(judged(name))
-            for tokens in args.tokens:
+            if "check" in args.parts:
+                recorder.add(judged(name))
+            for tokens in args.tokens if "layer" in args.parts else ():
                 recorder.add(*timed(name, tokens))
             print(name, flush=True)
     path = recorder.path
