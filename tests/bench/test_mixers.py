@@ -11,7 +11,7 @@ import torch
 
 from attention import AttentionConfig, build_attention
 from bench.decays import draw, half_lives
-from bench.mixers import table
+from bench.mixers import judgement, times
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from recipe.drawing import Chart, render_png
@@ -33,11 +33,16 @@ def test_half_lives_are_those_of_the_decays() -> None:
     assert png.startswith(b"\x89PNG")
 
 
-def test_the_table_has_the_verdict_and_the_ratio_of_times() -> None:
-    lines = [{"status": "ok", "group": "lengths"}, {"status": "FAIL", "group": "decays"}]
+def test_the_tables_have_the_verdicts_and_the_ratio_of_times() -> None:
+    lines = [
+        {"status": "ok", "group": "lengths", "detail": ""},
+        {"status": "FAIL", "group": "decays", "detail": "dq is off"},
+        {"status": "skip", "group": "states", "detail": "refused: no states"},
+    ]
     rows: list[Any] = [{"part": "check", "mixer": "gdn", "lines": lines}]
     for way, ms in (("package", 2.0), ("ours", 2.1), ("chunked", 30.0)):
         rows.append({"part": "layer", "mixer": "gdn", "way": way, "tokens": 8192, "ms": ms, "gib": 1.0})
-    assert table(rows).splitlines()[-1] == (
-        "| `gdn` | decays | 8,192 | 2.00 ms, 1.0 GiB | 2.10 ms, 1.0 GiB | 30.00 ms, 1.0 GiB | 1.05 |"
+    assert judgement(rows).splitlines()[-1] == ("| `gdn` | lengths | decays: dq is off | states: refused: no states |")
+    assert times(rows).splitlines()[-1] == (
+        "| `gdn` | 8,192 | 2.00 ms, 1.0 GiB | 2.10 ms, 1.0 GiB | 30.00 ms, 1.0 GiB | 1.05 |"
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.mixers import packages_layer
+from bench.mixers import first_configurations, packages_layer
 from mixers import MixerError
 from mixers.cases import Case
 from mixers.check import RECURRENCES, Subject, judge, named
@@ -15,8 +15,6 @@ from mixers.layers import MIXERS, build_mixer
 pytest.importorskip("fla.layers", reason="needs the package flash-linear-attention")
 CUDA = torch.device("cuda")
 
-# Most of the time goes into the tuning of the package's kernels, once for each size of a head: some minutes where
-# Triton's cache is empty.
 COMMON = {name: name for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")}
 GATED = {"o_norm": "g_norm_swish_gate.weight", "g_proj.weight": "g_proj.weight"}
 RATES = {
@@ -39,6 +37,12 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "mamba2": {"in_proj.weight": "in_proj.weight", "o_proj.weight": "out_proj.weight", "norm": "norm.weight"}
     | {name: name for name in ("A_log", "dt_bias", "D")},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_tuning() -> None:
+    """It would take minutes for each size of a head."""
+    first_configurations()
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
