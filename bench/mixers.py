@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +27,15 @@ from triton.runtime.autotuner import Autotuner
 
 from bench.machine import require_gpu
 from bench.measure import Timing, interleaved, peak_bytes
-from bench.record import Row, command_line, read, recording, write_table
+from bench.record import Row, command_line, pivot, read, recording, write_table
+from mixers.cases import DTYPES
 from mixers.check import RECURRENCES, check, named
 from mixers.layers import build_mixer
 from recipe.wording import markdown_table
 
 CHANNELS, HEADS, SECONDS = 768, 12, 2.0
 PARTS = ("check", "layer")
-DTYPES, CHUNK, SIZES = ("bf16", "fp16", "fp32"), 64, (64, 64)
+CHUNK, SIZES = 64, (64, 64)
 # The package's layer with the same weights: its class, and its options for C channels and H heads.
 PACKAGES: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
     "linear": ("LinearAttention", lambda C, H: {"num_heads": H, "feature_map": "elu"}),
@@ -61,11 +65,11 @@ def first_configurations() -> None:
             tuner._bench, tuner.cache_results = lambda *_, **__: [0.0], False
 
 
-def judged(name: str) -> Row:
+def judged(name: str, dtype: str) -> Row:
     """The lines of a check of the package's kernels."""
     device = torch.device("cuda")
-    lines = [line._asdict() for line in check(named(f"fla-{name}", device), device, DTYPES, CHUNK, SIZES)]
-    return {"part": "check", "mixer": name, "lines": lines}
+    lines = [line._asdict() for line in check(named(f"fla-{name}", device), device, [dtype], CHUNK, SIZES)]
+    return {"part": "check", "mixer": name, "dtype": dtype, "lines": lines}
 
 
 def timed(name: str, tokens: int) -> Iterator[Row]:
@@ -94,18 +98,14 @@ def forward_backward(layer: nn.Module, x: Tensor) -> None:
     torch.autograd.grad(out, [x, *layer.parameters()], torch.ones_like(out), allow_unused=True)
 
 
-def judgement(rows: Sequence[Row]) -> str:
-    """What the check says about each mixer's kernels."""
-    lines = []
-    for row in rows:
-        if row["part"] == "check":
-            by_status: dict[str, list[str]] = {"ok": [], "FAIL": [], "skip": []}
-            for line in row["lines"]:
-                words = line["group"] if line["status"] == "ok" else f"{line['group']}: {line['detail']}"
-                by_status[line["status"]].append(words)
-            right, wrong, skipped = by_status.values()
-            lines.append([f"`{row['mixer']}`", ", ".join(right), "<br>".join(wrong), "<br>".join(skipped)])
-    return markdown_table(["kernels of", "right", "wrong", "not judged"], lines)
+def verdict(row: Row) -> str:
+    """What the check says about kernels: how many groups of calls are wrong, and the first of them."""
+    by_status = defaultdict(list)
+    for line in row["lines"]:
+        by_status[line["status"]].append(f"{line['group']}: {line['detail']}")
+    if wrong := by_status["FAIL"]:
+        return f"wrong in {len(wrong)} of {len(row['lines'])} groups; {wrong[0]}"
+    return f"right in {len(by_status['ok'])} groups" if by_status["ok"] else by_status["skip"][0]
 
 
 def times(rows: Sequence[Row]) -> str:
@@ -120,16 +120,28 @@ def times(rows: Sequence[Row]) -> str:
     return markdown_table(head, lines)
 
 
+def write_tables(path: Path) -> None:
+    """Of a result file, beside it."""
+    checks = [row for row in read(path) if row["part"] == "check"]
+    write_table(
+        path.with_suffix(".md"),
+        pivot(checks, lambda row: f"`{row['mixer']}`", lambda row: row["dtype"], verdict, corner="kernels of"),
+        path,
+    )
+    write_table(path.with_name(f"{path.stem}-times.md"), times(read(path)), path)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Judge and time the mixers that were asked for; returns 0."""
     parser = command_line("bench.mixers", __doc__, "mixers")
     parser.add_argument("--mixers", nargs="+", default=list(RECURRENCES), choices=RECURRENCES)
     parser.add_argument("--tokens", nargs="+", default=[8192], type=int)
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp16", "fp32"], choices=DTYPES)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     args = parser.parse_args(arguments)
     require_gpu(parser)
     device = torch.device("cuda")
-    identity = ("part", "mixer", "way", "tokens")
+    identity = ("part", "mixer", "dtype", "way", "tokens")
     with recording(args, arguments, identity, device, ("flash-linear-attention",)) as recorder:
         for name in args.mixers if "layer" in args.parts else ():
             for tokens in args.tokens:
@@ -137,13 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}: timed", flush=True)
         if "check" in args.parts:
             first_configurations()
-            for name in args.mixers:
-                recorder.add(judged(name))
-                print(f"{name}: judged", flush=True)
-    path = recorder.path
-    write_table(path.with_suffix(".md"), judgement(read(path)), path)
-    write_table(path.with_stem(f"{path.stem}-times").with_suffix(".md"), times(read(path)), path)
-    print(f"results: {path}")
+            for name, dtype in product(args.mixers, args.dtypes):
+                recorder.add(judged(name, dtype))
+                print(f"{name}: judged in {dtype}", flush=True)
+    write_tables(recorder.path)
+    print(f"results: {recorder.path}")
     return 0
 
 

@@ -11,7 +11,7 @@ import torch
 
 from attention import AttentionConfig, build_attention
 from bench.decays import draw, half_lives
-from bench.mixers import judgement, times
+from bench.mixers import times, verdict
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from recipe.drawing import Chart, render_png
@@ -33,16 +33,19 @@ def test_half_lives_are_those_of_the_decays() -> None:
     assert png.startswith(b"\x89PNG")
 
 
-def test_the_tables_have_the_verdicts_and_the_ratio_of_times() -> None:
-    lines = [
-        {"status": "ok", "group": "lengths", "detail": ""},
-        {"status": "FAIL", "group": "decays", "detail": "dq is off"},
-        {"status": "skip", "group": "states", "detail": "refused: no states"},
-    ]
-    rows: list[Any] = [{"part": "check", "mixer": "gdn", "lines": lines}]
+def test_the_verdict_has_the_first_wrong_group_or_the_refusal() -> None:
+    right = {"status": "ok", "group": "lengths", "detail": ""}
+    wrong = {"status": "FAIL", "group": "decays", "detail": "dq is off"}
+    refused = {"status": "skip", "group": "states", "detail": "refused: no states"}
+    assert verdict({"lines": [right, wrong]}) == "wrong in 1 of 2 groups; decays: dq is off"
+    assert verdict({"lines": [right, refused]}) == "right in 1 groups"
+    assert verdict({"lines": [refused]}) == "states: refused: no states"
+
+
+def test_the_times_of_a_layer_have_a_ratio() -> None:
+    rows: list[Any] = []
     for way, ms in (("package", 2.0), ("ours", 2.1), ("chunked", 30.0)):
         rows.append({"part": "layer", "mixer": "gdn", "way": way, "tokens": 8192, "ms": ms, "gib": 1.0})
-    assert judgement(rows).splitlines()[-1] == ("| `gdn` | lengths | decays: dq is off | states: refused: no states |")
     assert times(rows).splitlines()[-1] == (
         "| `gdn` | 8,192 | 2.00 ms, 1.0 GiB | 2.10 ms, 1.0 GiB | 30.00 ms, 1.0 GiB | 1.05 |"
     )
