@@ -17,6 +17,9 @@ CASES = {
     "changed": Case(T=36, S=36, soft_cap=2.0, alibi=True, sinks=True, spread=3.0),
     "documents": Case(T=40, S=40, B=2, documents=(3, 20, 17)),
 }
+# Sizes of a model of transformers.
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "head_dim": 8}
+SMALL |= {"intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 64, "pad_token_id": 0}
 
 
 def subject_of(config: AttentionConfig, expression: str = "under_test") -> Subject:

@@ -15,10 +15,9 @@ from attention import DropoutKey, UnsupportedAttention, keep_mask
 transformers = pytest.importorskip("transformers")
 
 from attention.adapters.transformers import attend, dropout_key, register  # noqa: E402
+from tests.attention.subjects import SMALL  # noqa: E402
 
-T, VOCAB = 24, 61
-SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "head_dim": 8}
-SMALL |= {"intermediate_size": 48, "vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 0}
+T, VOCAB = 24, SMALL["vocab_size"]
 CONFIGURATIONS = {
     "gpt2": transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=VOCAB, n_positions=64),
     "llama": transformers.LlamaConfig(**SMALL),

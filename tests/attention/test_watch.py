@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from attention import AttentionError, Score, UnsupportedAttention, build_attention, watch
 from attention.watch import Line
 from tests.attention.faults import registered
+from tests.attention.subjects import SMALL
 from tests.wrong_attention import FAULTS as PLANTED
 
 SDPA = F.scaled_dot_product_attention
@@ -319,10 +320,6 @@ def test_a_compiled_model_is_refused_in_a_sentence_and_keeps_its_bits(backend: s
 def test_a_number_of_steps_that_is_not_positive_is_refused():
     with pytest.raises(AttentionError, match=r"watch\(every=0\) needs a positive number of steps"), watch(every=0):
         pass
-
-
-SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "head_dim": 8}
-SMALL |= {"intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 64, "pad_token_id": 0}
 
 
 def of_transformers(kind: str, name: str, **options: Any) -> nn.Module:

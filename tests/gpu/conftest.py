@@ -23,7 +23,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 @pytest.fixture(autouse=True)
 def share_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes that run tests share the GPU and its memory. A test marked `whole_gpu` waits until all others have
-    ended, and they begin when it has: it needs more than 6 GB, or measures a time."""
+    ended, and they begin when it has: it needs more than 6 GB, or measures a time. Without a GPU all are skipped."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
     alone = request.node.get_closest_marker("whole_gpu") is not None
     names = (LOCKS / f"gpu-tests-{os.getuid()}-{name}.lock" for name in ("queue", "gpu"))
     queue, gpu = (os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names)

@@ -6,11 +6,8 @@ import re
 import time
 
 import pytest
-import torch
 
 from attention.check.cli import main
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 @pytest.mark.slow

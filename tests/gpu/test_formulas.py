@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, KernelPath, Score, build_attention
-from attention.flash.hopper.configs import forward_blocks
+from attention import KernelPath, Score
 from tests.attention.formulas import FORMULAS, KINDS, assert_right, draw
 from tests.attention.operators import compiled
 from tests.attention.reference import KEY, assert_far_tiles_are_never_read
 from tests.gpu.graphs import captured
+from tests.gpu.needs import A_HOPPER_GPU
+from tests.gpu.test_flash import EACH_PATH, flash
+from tests.gpu.test_hopper import take_kernels_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-PATHS = [KernelPath.plain, KernelPath.hopper]
 IN_PARTS = "s * log(n + 1) + c[h, i] - c[h, j] + max(d[h, i] - d[h, j], -1e9)"
 # One for each way in which values are stored and their gradients are summed.
 CHOSEN = [
@@ -33,13 +33,7 @@ CHOSEN = [
 ]
 
 
-def attention(path: KernelPath, dropout: float = 0.0):
-    if path is KernelPath.hopper and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    return build_attention(AttentionConfig("flash", path=path, dropout=dropout))
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+@EACH_PATH
 @pytest.mark.parametrize("number", range(len(CHOSEN)))
 def test_a_formula_is_as_accurate_as_its_dtype_with_all_gradients(number, path):
     """Two layouts a formula; a quarter of them drop weights."""
@@ -47,31 +41,31 @@ def test_a_formula_is_as_accurate_as_its_dtype_with_all_gradients(number, path):
     for n in (0, 3):
         kind = KINDS[(number + n) % len(KINDS)]
         problem = draw(rng, text, kind, head_dim=(64, 128)[number % 2])
-        assert_right(problem, attention(path, problem.dropout), torch.bfloat16, device="cuda")
+        assert_right(problem, flash(problem.dropout, path), torch.bfloat16, device="cuda")
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+@EACH_PATH
 @pytest.mark.parametrize(
     ("kind", "head_dim"), [("square", 64), ("more keys", 128), ("offset", 64), ("documents", 128), ("window", 64)]
 )
 @pytest.mark.parametrize("text", ["s + bias[h, min(abs(i - j), 31)]", "s + pair[h, i, j]", "s - slope[h] * (i - j)"])
 def test_tiles_far_from_the_diagonal_are_as_accurate(text, kind, head_dim, path):
     problem = draw(random.Random(head_dim), text, kind, head_dim=head_dim, length=1100)
-    assert_right(problem, attention(path, problem.dropout), torch.bfloat16, device="cuda")
+    assert_right(problem, flash(problem.dropout, path), torch.bfloat16, device="cuda")
 
 
+@A_HOPPER_GPU
 @pytest.mark.parametrize("number", range(len(CHOSEN)))
 def test_the_forward_of_wide_heads_is_as_accurate(number):
     """The Hopper kernels have no gradients of formulas there; `auto` takes those of the plain ones."""
     rng, D = random.Random(number), (136, 192, 256)[number % 3]
     for kind, length in ((KINDS[number % len(KINDS)], 130), (KINDS[(number + 3) % len(KINDS)], 200)):
         problem = draw(rng, CHOSEN[number], kind, head_dim=D, length=length)
-        assert_right(
-            problem, attention(KernelPath.hopper, problem.dropout), torch.bfloat16, backward=False, device="cuda"
-        )
-    assert_right(problem, attention(KernelPath.auto, problem.dropout), torch.bfloat16, device="cuda")
+        assert_right(problem, flash(problem.dropout, KernelPath.hopper), torch.bfloat16, backward=False, device="cuda")
+    assert_right(problem, flash(problem.dropout, KernelPath.auto), torch.bfloat16, device="cuda")
 
 
+@A_HOPPER_GPU
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("square", torch.bfloat16), ("documents", torch.float16), ("window", torch.bfloat16), ("full", torch.float16)],
@@ -82,20 +76,17 @@ def test_values_that_grow_from_tile_to_tile(D, length, kind, dtype, monkeypatch)
     problem = draw(random.Random(D + length), "s + c[h, i] - c[h, j]", kind, head_dim=D, length=500)
     c = problem.tensors["c"]
     problem = replace(problem, tensors={"c": c + 0.5 * torch.arange(c.shape[-1])})
-    attend, blocks = attention(KernelPath.hopper, problem.dropout), forward_blocks
-    monkeypatch.setattr(
-        "attention.flash.hopper.forward.forward_blocks", lambda x: blocks(x._replace(queries=length, keys=length))
-    )
-    assert_right(problem, attend, dtype, device="cuda")
+    take_kernels_of(length, monkeypatch)
+    assert_right(problem, flash(problem.dropout, KernelPath.hopper), dtype, device="cuda")
 
 
 @pytest.mark.parametrize("text", ["s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]"])
 def test_fp32_is_as_accurate_as_fp32(text):
     problem = draw(random.Random(1), text, "documents", head_dim=64)
-    assert_right(problem, attention(KernelPath.plain, problem.dropout), torch.float32, device="cuda")
+    assert_right(problem, flash(problem.dropout), torch.float32, device="cuda")
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+@EACH_PATH
 @pytest.mark.parametrize(
     "text", ["s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]", "s + pair[h, i, j]", "s - slope[h] * (i - j)"]
 )
@@ -104,7 +95,7 @@ def test_gradients_are_the_same_bits_in_every_repeat(text, path):
     B, H, T, D = 2, 4, 2000, 64
     q, k, v, do = torch.randn(4, B, H, T, D, device="cuda", dtype=torch.bfloat16)
     tensors = {name: x.cuda() for name, x in FORMULAS[text](B, H, T).items()}
-    attend, first = attention(path, dropout=0.1), None
+    attend, first = flash(0.1, path), None
     for _ in range(8):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, *tensors.values())]
         given = dict(zip(tensors, leaves[3:], strict=True))
@@ -114,21 +105,21 @@ def test_gradients_are_the_same_bits_in_every_repeat(text, path):
         assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True))
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+@EACH_PATH
 def test_a_compiled_call_gives_the_same(path):
     problem = replace(draw(random.Random(3), "s + c[h, i] - c[h, j]", "square", head_dim=64), dropout=0.0)
-    attend = attention(path)
+    attend = flash(path=path)
     compiled = torch.compile(attend, fullgraph=True)
     want, got = (problem.computed(run, torch.bfloat16, device="cuda") for run in (attend, compiled))
     for name, x in want.items():
         torch.testing.assert_close(got[name], x, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+@EACH_PATH
 @pytest.mark.parametrize("text", ["s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]"])
 def test_a_cuda_graph_replays_a_formula_with_new_values(text, path):
     B, H, T, D = 2, 4, 2000, 64  # as in the repeats above, whose kernels are compiled
-    attend = attention(path, dropout=0.1)
+    attend = flash(0.1, path)
 
     def drawn(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
@@ -157,17 +148,17 @@ def test_a_cuda_graph_replays_a_formula_with_new_values(text, path):
         assert all(torch.equal(a, b) for a, b in zip(replayed, expected, strict=True))
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+@EACH_PATH
 def test_the_operators_of_a_formula_with_tensors_keep_torchs_rules(path):
     problem = replace(draw(random.Random(3), "s + c[h, i] - c[h, j]", "square", head_dim=64), dropout=0.0)
     calls: dict[Any, tuple[Any, Any]] = {}
-    problem.computed(compiled(attention(path), calls), torch.bfloat16, device="cuda")
+    problem.computed(compiled(flash(path=path), calls), torch.bfloat16, device="cuda")
     assert len(calls) == 2
     for operator, (args, kwargs) in calls.items():
         torch.library.opcheck(operator, args, kwargs)
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+@EACH_PATH
 @pytest.mark.parametrize(("T", "window", "dropout"), [(2500, None, 0.0), (2500, 1800, 0.1), (1000, None, 0.0)])
 @pytest.mark.parametrize(
     ("text", "D"),
@@ -184,7 +175,7 @@ def test_keys_that_gates_forget_add_nothing_and_their_tiles_are_never_read(text,
     c = -(rates * (0.5 + torch.rand(B, H, S, device="cuda"))).cumsum(-1)
     c[:, 3] = 400 * torch.sin(torch.arange(S, device="cuda") / 300)
     steps = (c / 16).round() * 16 if text == IN_PARTS else torch.zeros_like(c)
-    attend, score = attention(path, dropout), Score(formula=text, window=window)
+    attend, score = flash(dropout, path), Score(formula=text, window=window)
 
     def run(drawn: tuple[Tensor, ...]) -> dict[str, Tensor]:
         *inputs, do = drawn

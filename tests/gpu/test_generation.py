@@ -16,8 +16,7 @@ from model.gpt import GPT, Computation
 from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
 from recipe.infer.generation import Engine, Request, Sampling
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+from tests.gpu.needs import A_HOPPER_GPU
 
 LEARNED = GPTConfig(n_layers=2, n_heads=4, n_embd=128, bias=True)
 GROUPED = replace(LEARNED, n_kv_heads=2, positions=Positions.rotary)
@@ -130,9 +129,7 @@ def test_the_host_waits_for_the_tokens_that_it_reads_and_for_nothing_else(slots)
     assert again == first
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
+@A_HOPPER_GPU
 def test_a_prompt_in_8_bits_is_continued_nearly_as_in_the_inputs_precision():
     heads_of_64, (prompt,), dtype = replace(LEARNED, n_heads=2), prompts(300), torch.bfloat16
     model, narrow = (build(heads_of_64, None, "flash", "cuda", precision, dtype) for precision in ProductPrecision)

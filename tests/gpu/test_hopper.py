@@ -21,11 +21,10 @@ from tests.attention.reference import (
     assert_accurate,
     formula,
 )
-from tests.gpu.test_flash import name_of
+from tests.gpu.needs import A_HOPPER_GPU, EACH_SIZE
+from tests.gpu.test_flash import memory_of, name_of
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
+pytestmark = A_HOPPER_GPU
 
 HEAD_SIZES = (40, 59, 64, 80, 96, 111, 128)
 WIDE = (136, 192, 256)  # two backward kernels, with tiles of 64 keys
@@ -34,6 +33,7 @@ LENGTHS = (
     (113, 203), (108, 256), (1023, 1024), (1, 239), (799, 3), (63, 64), (64, 65), (127, 129), (128, 128), (129, 127),
     (191, 193), (192, 255), (257, 257), (300, 5), (300, 1),
 )  # fmt: skip
+
 HEADS = ((4, 4), (4, 2), (3, 1))
 # At head sizes above 64 and from 1,024 keys on, lse2 and delta come with the backward's products.
 LONG = [Case(2, 4, 2, 1100, 1187, 111), Case(1, 3, 1, 1500, 1029, 128), Case(2, 2, 2, 65, 1024, 80)]
@@ -43,6 +43,14 @@ DROPOUT = pytest.mark.parametrize("dropout", [0.0, 0.17])
 
 def flash(dropout: float = 0.0, path: KernelPath = KernelPath.hopper):
     return build_attention(AttentionConfig("flash", dropout=dropout, path=path))
+
+
+def take_kernels_of(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of every length get the forward kernel of this one."""
+    monkeypatch.setattr(
+        "attention.flash.hopper.forward.forward_blocks",
+        lambda x: forward_blocks(x._replace(queries=length, keys=length)),
+    )
 
 
 def grid(lengths: Sequence[tuple[int, int]] = LENGTHS, head_sizes: Sequence[int] = HEAD_SIZES) -> list[Case]:
@@ -96,10 +104,7 @@ def test_errors_of_long_sequences_are_rounding(case, causal, dropout):
 @DROPOUT
 @pytest.mark.parametrize("length", [1024, 4096, 32768])
 def test_kernels_for_one_length_at_head_size_64_are_right_for_all(length, dropout, monkeypatch):
-    blocks = forward_blocks
-    monkeypatch.setattr(
-        "attention.flash.hopper.forward.forward_blocks", lambda x: blocks(x._replace(queries=length, keys=length))
-    )
+    take_kernels_of(length, monkeypatch)
     for T, S in ((1, 239), (64, 65), (191, 193), (300, 5), (799, 300), (1023, 1024)):
         assert_accurate(flash(dropout), Case(2, 4, 2, T, S, 64, dropout=dropout), torch.bfloat16, "cuda", lse=True)
 
@@ -122,10 +127,7 @@ def test_scores_may_be_far_from_zero(D, offset):
 def test_maxima_that_grow_from_tile_to_tile(D, length, score, dtype, dropout, monkeypatch):
     """The walk over keys begins at the last. Each tile's scores are far above those before, some so far that their
     weights overflow with the maximum so far; and the first queries of a tile see no key of the last tile."""
-    blocks = forward_blocks
-    monkeypatch.setattr(
-        "attention.flash.hopper.forward.forward_blocks", lambda x: blocks(x._replace(queries=length, keys=length))
-    )
+    take_kernels_of(length, monkeypatch)
     case = Case(2, 4, 2, 790, 801, D, dropout=dropout, **score)
     q, k, v, _ = case.tensors(dtype, "cuda")
     k = (k * torch.linspace(40, 0.1, case.S, device="cuda")[:, None]).to(dtype)
@@ -214,7 +216,7 @@ def test_five_hundred_repeats_are_bitwise_equal_beside_other_work(case, dropout)
     assert_repeats(lambda: run(partial(flash(dropout), dropout_key=KEY), *tensors))
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@EACH_SIZE
 def test_two_streams_at_once_do_not_share_counters(D):
     tensors = Case(2, 8, 8, 1500, 1500, D).tensors(torch.bfloat16, "cuda")
     first = run(flash(), *tensors)
@@ -228,7 +230,7 @@ def test_two_streams_at_once_do_not_share_counters(D):
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, first, strict=True))
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@EACH_SIZE
 def test_long_sequences_use_the_whole_mask(D):
     """The last rows of 2 x 32768 x 32768 (2**31) scores, and all gradients compared with the plain kernels'."""
     T, rows, p = 32768, 48, 0.17
@@ -242,7 +244,7 @@ def test_long_sequences_use_the_whole_mask(D):
         assert (a.float() - b.float()).norm() < 1e-2 * b.float().norm()
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@EACH_SIZE
 def test_views_give_what_copies_give(D):
     """Views of one projection, and each tensor misaligned in turn: the same bits as from copies."""
     fused = torch.randn(2, 300, 8, D, device="cuda", dtype=torch.bfloat16)
@@ -258,18 +260,11 @@ def test_views_give_what_copies_give(D):
         assert all(torch.equal(a, b) for a, b in zip(run(flash(), *views), copies, strict=True)), moved
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@EACH_SIZE
 @pytest.mark.parametrize(("score", "dropout"), [(Score(), 0.17), (Score(alibi=True), 0.0)], ids=["dropout", "alibi"])
 def test_memory_at_16k_tokens(score, dropout, D):
     """Output and gradients take 256 MiB, dq in fp32 another 128 MiB where one kernel computes all gradients, and a row
     at most six values: lse2, delta, and lse2 with ALiBi, or lse2 and both as operands of a product."""
-    shape = (1, 2048 // D, 16384, D)
-    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
+    rows = 6 * 4 * 2048 // D * 16384
     attend = partial(flash(dropout), score=score, dropout_key=KEY)
-    torch.autograd.grad(attend(q, k, v).out, (q, k, v), do)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(attend(q, k, v).out, (q, k, v), do)
-    rows = 6 * 4 * shape[1] * shape[2]
-    assert torch.cuda.max_memory_allocated() - before <= (256 + 128 * (D <= 128)) * 2**20 + rows
+    assert memory_of(attend, D) <= (256 + 128 * (D <= 128)) * 2**20 + rows

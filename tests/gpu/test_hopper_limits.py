@@ -13,11 +13,10 @@ import torch
 
 from attention import keep_mask
 from tests.attention.reference import KEY, Case, formula, gradients
+from tests.gpu.needs import A_HOPPER_GPU, EACH_SIZE
 from tests.gpu.test_hopper import flash, run
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
+pytestmark = A_HOPPER_GPU
 
 # Heads, queries and keys: from one program to four times the n multiprocessors. Rows of 128 n are long enough for the
 # forward with three consumers at head size 64.
@@ -49,7 +48,7 @@ for H, T, S in ({GRIDS}):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@EACH_SIZE
 def test_a_part_of_heads_queries_and_keys_draws_its_part_of_the_mask(D):
     q, k, v, do = Case(1, 2, 1, 96, 134, D).tensors(torch.bfloat16, "cuda")
     key = replace(KEY, first_head=2, first_query=32, first_key=64)
@@ -62,7 +61,7 @@ def test_a_part_of_heads_queries_and_keys_draws_its_part_of_the_mask(D):
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan], ids=str)
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
-@pytest.mark.parametrize("D", [64, 128, 256])
+@EACH_SIZE
 def test_inf_and_nan_reach_the_outputs_that_see_them(D, which, bad):
     """A score of -inf has weight 0 where a row has other scores, and gives 0 / 0 where it has none."""
     tensors = list(Case(1, 1, 1, 150, 150, D).tensors(torch.bfloat16, "cuda"))

@@ -6,24 +6,23 @@ import pytest
 import torch
 
 from tests.attention.reference import Case, assert_cut_is_accurate, assert_packed_is_accurate
+from tests.gpu.needs import A_HOPPER_GPU, EACH_SIZE
 from tests.gpu.test_hopper import flash
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
+pytestmark = A_HOPPER_GPU
 
 LENGTHS = (300, 1, 0, 129, 64, 511, 1)
 CUTS = (((0, 260), (0, 260)), ((260, 700), (100, 700)), ((333, 470), (180, 700)), ((499, 530), (333, 560)))
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@EACH_SIZE
 @pytest.mark.parametrize("changed", [{}, {"causal": False}, {"window": 100}], ids=str)
 def test_sequences_of_any_length_prefill_in_one_call(changed, D):
     case = Case(1, 4, 2, sum(LENGTHS), sum(LENGTHS), D, documents=LENGTHS, **changed)
     assert_packed_is_accurate(flash(), case, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@EACH_SIZE
 @pytest.mark.parametrize(
     "changed", [{}, {"soft_cap": 3.0, "alibi": True, "sinks": True}], ids=["documents", "everything"]
 )

@@ -21,12 +21,11 @@ from tests.attention.reference import (
     gradients_with_slopes,
 )
 from tests.gpu.graphs import captured
+from tests.gpu.needs import A_HOPPER_GPU, EACH_SIZE
 from tests.gpu.test_flash import SCORES, alternating
 from tests.gpu.test_hopper import DROPOUT, assert_repeats, flash, run
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
+pytestmark = A_HOPPER_GPU
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def test_error_of_changed_scores(score, D, dropout):
     assert_accurate(flash(dropout), case, torch.bfloat16, "cuda", lse=case.soft_cap is None)
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@EACH_SIZE
 @pytest.mark.parametrize(
     ("score", "layout", "S"),
     [
@@ -79,7 +78,7 @@ def test_error_of_changed_scores_of_long_sequences(score, dtype):
     assert_accurate(flash(), Case(1, 4, 2, 1100, 1187, 128, **score), dtype, "cuda")
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@EACH_SIZE
 def test_weights_of_capped_scores_stay_in_range(D):
     """Capped scores need no running maximum: their weights lie between 2^-72 and 2^88, which is in range."""
     case = Case(2, 2, 2, 300, 300, D, spread=1e4, soft_cap=10.0)  # scores of 10, -10, and very few between
@@ -118,7 +117,7 @@ def test_documents_that_end_at_the_edge_of_a_tile(lengths, causal):
         assert_accurate(flash(), case, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@EACH_SIZE
 @pytest.mark.parametrize(
     "case",
     [
@@ -241,7 +240,7 @@ def test_five_hundred_repeats_with_horizons_are_bitwise_equal(D, dropout, horizo
     assert_repeats(lambda: run_far(case, HOPPER, tensors).values())
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@EACH_SIZE
 def test_a_graph_replayed_with_other_keys_finds_their_horizons(D, horizons):
     q, k, v, do = replace(FAR, D=D).tensors(torch.bfloat16, "cuda")
     slopes = torch.tensor(SLOPES, device="cuda")

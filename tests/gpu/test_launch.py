@@ -12,8 +12,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention
 from attention.flash import launch
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+from tests.gpu.needs import TWO_GPUS
 
 CALLS: dict[str, tuple[float, dict[str, Any]]] = {
     "causal": (0.0, {}),
@@ -67,7 +66,7 @@ def test_where_a_profiler_has_a_hook_triton_launches() -> None:
     assert len(launches) == 3
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@TWO_GPUS
 def test_another_gpu_computes_the_same_bits() -> None:
     expected = [results("dropout", 64) for _ in range(3)][-1]
     with torch.cuda.device(1):

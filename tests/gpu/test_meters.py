@@ -7,20 +7,19 @@ import torch
 
 from recipe.run.meters import GIB, StepMeter, device_name, peak_flops
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def meter(device: torch.device) -> StepMeter:
+def meter(device: torch.device, tokens: int = 1000, flops: float = 2e6) -> StepMeter:
+    """Of steps of so many tokens, each of which takes so many FLOPs, or half of them if hidden keys do not count."""
     return StepMeter(
         device,
-        tokens_per_step=1000,
-        flops_per_token_full=2e6,
-        flops_per_token_causal=1e6,
+        tokens_per_step=tokens,
+        flops_per_token_full=flops,
+        flops_per_token_causal=flops / 2,
         precision="bf16",
         warmup_steps=2,
     )
@@ -58,14 +57,7 @@ def test_mfu_of_a_matrix_product_is_the_share_of_the_peak_that_its_time_makes(de
         pytest.skip(f"no peak of {device_name(device)} is on record")
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     flops, steps = 2 * 8192**3, 100
-    m = StepMeter(
-        device,
-        tokens_per_step=1,
-        flops_per_token_full=flops,
-        flops_per_token_causal=flops / 2,
-        precision="bf16",
-        warmup_steps=2,
-    )
+    m = meter(device, 1, flops)
 
     def run(steps: int) -> float:
         start = time.perf_counter()

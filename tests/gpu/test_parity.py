@@ -23,8 +23,6 @@ from recipe.training.parity import beyond_rounding
 from recipe.training.parity_probe import ParityConfig, ParityProbe
 from recipe.training.step import Trainer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 VOCAB, B, T, H, D = 1000, 4, 256, 2, 64
 
 

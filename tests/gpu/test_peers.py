@@ -14,8 +14,6 @@ from attention.check.results import verdicts
 from attention.check.subject import ours
 from tests.attention.test_peers import CASES, CUDA
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 
 def varlen() -> Attention:
     """Skipped where torch lacks it."""

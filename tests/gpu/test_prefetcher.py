@@ -7,8 +7,6 @@ import torch
 from data.batches import Batches, GlobalBatch
 from data.prefetcher import Prefetcher
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
 def test_batches_reach_a_busy_gpu_unharmed(dtype):

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.gpu import capability, capturing
+from attention.gpu import capturing
 from model.cublaslt import PLANS, has_fast_products
 from model.fused_mlp import fused_mlp, gelu_gradient, linear_gelu
+from tests.gpu.needs import A_HOPPER_GPU, TWO_GPUS
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or capability(torch.device("cuda")) != (9, 0), reason="needs a Hopper GPU"
-)
+pytestmark = A_HOPPER_GPU
 
 
 def random(*shape: int, seed: int = 1, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -51,7 +50,7 @@ def test_a_graph_captures_products_that_were_never_called() -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, right, strict=True))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@TWO_GPUS
 def test_products_run_on_the_gpu_of_their_tensors() -> None:
     results = []
     for device in ("cuda:0", "cuda:1"):

@@ -15,8 +15,6 @@ import torch
 from recipe.run.metrics import read_metrics
 from recipe.training.checkpoint import load_checkpoint, newest_valid
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 ROOT = Path(__file__).parents[2]
 OVERRIDES = [
     "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=64", "tracking=disabled", "training.steps=24",

@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from recipe.training.checkpoint import newest_valid
+from tests.gpu.needs import TWO_GPUS
 from tests.gpu.several_gpus import GROUPS
 from tests.recipe.distributed.test_faults import ranks_of, steps_logged, wait_for
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = TWO_GPUS
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -16,8 +16,6 @@ from attention.check.cases import Case
 from attention.check.results import verdicts
 from attention.check.subject import find
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 CUDA = torch.device("cuda")
 
 

@@ -26,8 +26,7 @@ from recipe.training.device import Precision
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 from recipe.training.options import TrainingConfig
 from recipe.training.step import WARMUP_CALLS, Trainer
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+from tests.gpu.needs import TWO_GPUS
 
 DEVICE = torch.device("cuda")
 T, B, VOCAB = 128, 4, 1000
@@ -64,6 +63,12 @@ def batch(step: int, micro_steps: int = 1) -> list[Batch]:
     return [Batch(inputs, targets) for inputs, targets in tokens]
 
 
+def assert_same_update(launched: Trainer, replayed: Trainer, step: int, batches: list[Batch]) -> None:
+    expected, given = launched.update(step, batches), replayed.update(step, batches)
+    for name, value in expected.items():
+        assert float(value) == float(given[name]), f"{name} of step {step}"
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -79,9 +84,7 @@ def test_a_replayed_step_is_bitwise_the_launched_one(options):
     assert replayed.replay is not None
     for step in range(WARMUP_CALLS + 4):
         batches = batch(step, replayed.micro_steps)
-        expected, given = launched.update(step, batches), replayed.update(step, batches)
-        for name, value in expected.items():
-            assert float(value) == float(given[name]), f"{name} of step {step}"
+        assert_same_update(launched, replayed, step, batches)
     assert replayed.replay.graph is not None
     ours, theirs = ({**x.state()["model"], **x.state()["training"]} for x in (launched, replayed))
     for name in ours:
@@ -109,9 +112,7 @@ def test_a_replayed_step_takes_the_documents_of_its_batch(attention):
         (inputs, targets, *_), first = batch(step)[0], 20 + 10 * step  # two documents in each row
         starts = first * (torch.arange(T, device=DEVICE) >= first).int().expand(B, T)
         documents = [Batch(inputs, targets, starts.contiguous())]
-        expected, given = launched.update(step, documents), replayed.update(step, documents)
-        for name, value in expected.items():
-            assert float(value) == float(given[name]), f"{name} of step {step}"
+        assert_same_update(launched, replayed, step, documents)
     assert replayed.replay is not None
     assert replayed.replay.graph is not None
 
@@ -176,7 +177,7 @@ def test_residual_masks_are_those_of_the_cpu(p: float, n_sites: int, B: int, T: 
         assert torch.equal(ours.bits.cpu(), theirs.bits)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@TWO_GPUS
 def test_kernels_run_on_the_gpu_of_their_tensors() -> None:
     """Tensors on another GPU than the current one give the same results as on the current one."""
     key, results = DropoutKey(seed=1, step=2, layer=0, first_sequence=3), []

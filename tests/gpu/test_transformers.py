@@ -11,12 +11,10 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from attention.transformers import dropout_key, register  # noqa: E402
+from tests.attention.subjects import SMALL  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-T, VOCAB, FLASH = 300, 97, "gpt_attention_flash"
-SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "head_dim": 64}
-SIZES |= {"intermediate_size": 256, "vocab_size": VOCAB, "max_position_embeddings": 512, "pad_token_id": 0}
+T, VOCAB, FLASH = 300, SMALL["vocab_size"], "gpt_attention_flash"
+SIZES = SMALL | {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "max_position_embeddings": 512}
 CONFIGURATIONS = {
     "gpt2": transformers.GPT2Config(n_layer=2, n_head=4, n_embd=256, vocab_size=VOCAB, n_positions=512),
     "llama": transformers.LlamaConfig(**SIZES),

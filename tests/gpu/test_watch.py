@@ -12,7 +12,6 @@ import torch
 from attention.watch import watch
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 @pytest.mark.slow
