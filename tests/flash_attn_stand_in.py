@@ -1,4 +1,4 @@
-"""flash-attn 4 and torch's varlen_attn as their documentation describes them, computed by the formula on any device."""
+"""flash-attn 4 and torch's varlen_attn as their documentation describes them, computed by naive on any device."""
 
 from __future__ import annotations
 
@@ -10,30 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention import AttentionConfig, Score
+from attention.naive import NaiveAttention
+
 
 def formula(q, k, v, scale, left, right, softcap=0.0, sink=None) -> tuple[Tensor, Tensor]:
     """One sequence: q (T, H, D), k and v (S, H_kv, D) to out (T, H, D) and lse (H, T).
 
-    left, right  the number of keys that a query sees before and after its position; the last query has the position of
-                 the last key; None: all
+    left, right  the number of keys that a query sees before and after its position, of which there may be 0 after it;
+                 the last query has the position of the last key; None: all
     """
-    (T, H, _), S = q.shape, k.shape[0]
-    k, v = (x.repeat_interleave(H // x.shape[1], dim=1).transpose(0, 1) for x in (k, v))
-    s = scale * q.transpose(0, 1) @ k.mT
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    after = torch.arange(S) - (torch.arange(T)[:, None] + S - T)
-    hidden = torch.zeros(T, S, dtype=torch.bool)
-    if left is not None:
-        hidden |= after < -left
-    if right is not None:
-        hidden |= after > right
-    s = s.masked_fill(hidden, -torch.inf)
-    if sink is not None:
-        s = torch.cat([s, sink.to(s.dtype)[:, None, None].expand(-1, T, 1)], dim=-1)
-    blind = (s == -torch.inf).all(-1, keepdim=True)  # queries that see nothing get zeros
-    p = s.masked_fill(blind, 0).softmax(dim=-1).masked_fill(blind, 0)[..., :S]
-    return (p @ v).transpose(0, 1), s.logsumexp(dim=-1)
+    assert right in (None, 0)
+    score = Score(right == 0, None if left is None else left + 1, softcap or None, sinks=sink is not None)
+    inputs = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out, lse = NaiveAttention(AttentionConfig("naive"))(*inputs, score=score, scale=scale, sinks=sink, return_lse=True)
+    assert lse is not None
+    return out[0].transpose(0, 1), lse[0]
 
 
 def flash_attn_varlen_func(

@@ -54,15 +54,6 @@ def test_a_document_of_a_packed_row_is_what_it_is_alone(name: str) -> None:
         torch.testing.assert_close(out[:, begin:end], layer(x[:, begin:end])[0], rtol=1e-5, atol=1e-6)
 
 
-@BY_NAME
-def test_no_token_sees_a_later_one(name: str) -> None:
-    torch.manual_seed(0)
-    layer, x = build_mixer(name, 64, 4), torch.randn(1, 20, 64)
-    other = x.clone()
-    other[:, 13:] += 1
-    assert torch.equal(layer(x)[0][:, :13], layer(other)[0][:, :13])
-
-
 def test_the_convolution_is_torchs() -> None:
     torch.manual_seed(0)
     conv, x = ShortConvolution(6, bias=True), torch.randn(2, 9, 6)

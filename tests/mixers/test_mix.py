@@ -96,17 +96,6 @@ def test_a_document_of_a_packed_row_has_the_bits_that_it_has_alone(recurrence: R
     assert torch.equal(row["state"], state)
 
 
-@BY_NAME
-def test_a_state_goes_on_where_a_sequence_was_cut(recurrence: Recurrence) -> None:
-    inputs = tensors(recurrence, (2, 2, 41, 8, 8))
-    initial = inputs.pop("initial")
-    expected, last = mix(recurrence=recurrence, mixer="recurrent", initial=initial, **inputs)
-    first, state = mix(recurrence=recurrence, initial=initial, **{n: x[:, :, :19] for n, x in inputs.items()})
-    second, end = mix(recurrence=recurrence, initial=state, **{n: x[:, :, 19:] for n, x in inputs.items()})
-    torch.testing.assert_close(torch.cat([first, second], dim=2), expected)
-    torch.testing.assert_close(end, last)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -29,11 +29,14 @@ def changed(inputs: MixerInputs, recurrence: Recurrence, scale: float, **others:
     return chunked(replace(inputs, **others), recurrence, scale, size=CHUNK)
 
 
-def of_decay(change: Callable[[Tensor], Tensor]) -> Callable[[MixerInputs, Recurrence, float], Result]:
-    """A right mixer of another decay."""
-    return lambda inputs, recurrence, scale: changed(
-        inputs, recurrence, scale, log_decay=None if inputs.log_decay is None else change(inputs.log_decay)
-    )
+def of(name: str, change: Callable[[Tensor], Tensor | None]) -> Mixer:
+    """A right mixer that changes one of its inputs, where it has that."""
+
+    def mixer(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> Result:
+        x = getattr(inputs, name)
+        return changed(inputs, recurrence, scale, **{name: None if x is None else change(x)})
+
+    return mixer
 
 
 def edges(T: int) -> Tensor:
@@ -43,13 +46,30 @@ def edges(T: int) -> Tensor:
 
 
 FAULTS |= {
-    "decay_left_out_at_chunk_edges": of_decay(lambda g: g.masked_fill(edges(g.shape[2]), 0.0)),
-    "decay_of_the_next_token": of_decay(lambda g: g.roll(-1, dims=2)),
-    "decay_in_16_bits": of_decay(lambda g: g.bfloat16().to(g.dtype)),
-    "decay_clamped": of_decay(lambda g: g.clamp(min=-5.0)),
-    "decay_of_the_first_head": of_decay(lambda g: g[:, :1].expand_as(g)),
-    "decay_without_gradient": of_decay(Tensor.detach),
-    "decay_of_weak_tokens_left_out": of_decay(lambda g: g.masked_fill(g > -0.001, 0.0)),
+    "decay_left_out_at_chunk_edges": of("log_decay", lambda g: g.masked_fill(edges(g.shape[2]), 0.0)),
+    "decay_of_the_next_token": of("log_decay", lambda g: g.roll(-1, dims=2)),
+    "decay_in_16_bits": of("log_decay", lambda g: g.bfloat16().to(g.dtype)),
+    "decay_clamped": of("log_decay", lambda g: g.clamp(min=-5.0)),
+    "decay_of_the_first_head": of("log_decay", lambda g: g[:, :1].expand_as(g)),
+    "decay_without_gradient": of("log_decay", Tensor.detach),
+    "decay_of_weak_tokens_left_out": of("log_decay", lambda g: g.masked_fill(g > -0.001, 0.0)),
+    "beta_without_gradient": of("beta", Tensor.detach),
+    # Nothing is reflected.
+    "beta_at_most_one": of("beta", lambda beta: beta.clamp(max=1.0)),
+    # Although nobody asked.
+    "keys_of_length_one": of("k", lambda k: torch.nn.functional.normalize(k, dim=-1)),
+    # Documents are ignored.
+    "state_crosses_documents": of("documents", lambda documents: None),
+    # All rows have these.
+    "documents_of_the_first_row": of("documents", lambda x: x[:1].expand_as(x)),
+    # A document's first token still sees the one before.
+    "documents_begin_a_token_late": of("documents", lambda x: torch.cat([x[:, :1], x[:, :-1]], dim=1)),
+    # The state is cut at the next chunk's beginning alone.
+    "documents_begin_where_a_chunk_does": of("documents", lambda x: x[:, torch.arange(x.shape[1]) // CHUNK * CHUNK]),
+    "no_initial_state": of("initial", lambda state: None),
+    "initial_state_without_gradient": of("initial", Tensor.detach),
+    # Memory of (V, K) is read as (K, V).
+    "initial_state_transposed": of("initial", lambda state: state.mT.reshape(state.shape)),
 }
 
 
@@ -69,75 +89,6 @@ def state_lost_after_three_chunks(inputs: MixerInputs, recurrence: Recurrence, s
     B, _, T, _ = inputs.k.shape
     documents = torch.zeros(B, T, dtype=torch.long) if inputs.documents is None else inputs.documents
     return changed(inputs, recurrence, scale, documents=2 * documents + (torch.arange(T) >= 3 * CHUNK))
-
-
-@fault
-def beta_without_gradient(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> Result:
-    """beta is taken for a constant."""
-    return changed(inputs, recurrence, scale, beta=None if inputs.beta is None else inputs.beta.detach())
-
-
-@fault
-def beta_at_most_one(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> Result:
-    """Nothing is reflected."""
-    return changed(inputs, recurrence, scale, beta=None if inputs.beta is None else inputs.beta.clamp(max=1.0))
-
-
-@fault
-def keys_of_length_one(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> Result:
-    """Keys are normalised, although nobody asked."""
-    return changed(inputs, recurrence, scale, k=torch.nn.functional.normalize(inputs.k, dim=-1))
-
-
-@fault
-def state_crosses_documents(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> Result:
-    """Documents are ignored."""
-    return changed(inputs, recurrence, scale, documents=None)
-
-
-@fault
-def documents_of_the_first_row(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> Result:
-    """All rows have the first one's documents."""
-    documents = None if inputs.documents is None else inputs.documents[:1].expand_as(inputs.documents)
-    return changed(inputs, recurrence, scale, documents=documents)
-
-
-@fault
-def documents_begin_a_token_late(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> Result:
-    """A document's first token still sees the one before."""
-    documents = inputs.documents
-    if documents is not None:
-        documents = torch.cat([documents[:, :1], documents[:, :-1]], dim=1)
-    return changed(inputs, recurrence, scale, documents=documents)
-
-
-@fault
-def documents_begin_where_a_chunk_does(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> Result:
-    """The state is cut at the next chunk's beginning alone."""
-    documents = inputs.documents
-    if documents is not None:
-        begin = torch.arange(documents.shape[1]) // CHUNK * CHUNK
-        documents = documents[:, begin]
-    return changed(inputs, recurrence, scale, documents=documents)
-
-
-@fault
-def no_initial_state(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> Result:
-    """The initial state is ignored."""
-    return changed(inputs, recurrence, scale, initial=None)
-
-
-@fault
-def initial_state_without_gradient(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> Result:
-    """The initial state is taken for a constant."""
-    return changed(inputs, recurrence, scale, initial=None if inputs.initial is None else inputs.initial.detach())
-
-
-@fault
-def initial_state_transposed(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> Result:
-    """Memory of (V, K) is read as (K, V)."""
-    initial = inputs.initial
-    return changed(inputs, recurrence, scale, initial=None if initial is None else initial.mT.reshape(initial.shape))
 
 
 @fault
