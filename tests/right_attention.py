@@ -107,20 +107,30 @@ RIGHT = {
 }
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
-    """As a textbook has it, in the precision of q."""
-    group, (T, S) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    s = torch.einsum("bhid,bhjd->bhij", q * (q.shape[-1] ** -0.5 if scale is None else scale), k)
-    return s.masked_fill(~seen(T, S, causal), -torch.inf).softmax(-1) @ v
-
-
-def seen(T: int, S: int, causal: bool) -> Tensor:
-    return torch.ones(T, S, dtype=torch.bool).tril(S - T if causal else S)
+def plain(
+    q, k, v, causal=True, scale=None, window=None, softcap=None, alibi_slopes=None, s_aux=None, documents=None,
+    return_lse=False,
+):  # fmt: skip
+    """As a textbook has it, in one function, as users write it. Scores are changed in fp32 or better."""
+    (T, D), S, wide = q.shape[2:], k.shape[2], torch.promote_types(q.dtype, torch.float32)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    s = (q * (D**-0.5 if scale is None else scale)) @ k.mT
+    s = s if softcap is None else softcap * torch.tanh(s.to(wide) / softcap)
+    i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
+    s = s if alibi_slopes is None else s.to(wide) - alibi_slopes[:, None, None] * (i - j)
+    seen = torch.ones(T, S, dtype=torch.bool) if not causal else j <= i
+    seen = seen if window is None else seen & (i - j < window)
+    seen = seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    s = s.masked_fill(~seen, -torch.inf)
+    joined = s if s_aux is None else torch.cat([s, s_aux[:, None, None].expand(*s.shape[:3], 1)], dim=-1)
+    p = joined.softmax(dim=-1)[..., :S].masked_fill(~seen.any(dim=-1, keepdim=True), 0.0)
+    out = p.to(v.dtype) @ v
+    return (out, joined.to(wide).logsumexp(dim=-1)) if return_lse else out
 
 
 def torchs(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
-    mask = seen(q.shape[2], k.shape[2], True) if causal else None
+    T, S = q.shape[2], k.shape[2]
+    mask = torch.ones(T, S, dtype=torch.bool).tril(S - T) if causal else None
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
 
@@ -130,7 +140,7 @@ def of(config: AttentionConfig) -> Attend:
 
 
 BASES: dict[str, Attend] = {
-    "formula": formula,
+    "formula": plain,
     "torch's": torchs,
     "naive": of(AttentionConfig("naive")),
     "tiled": of(AttentionConfig("tiled", block_q=16, block_k=16)),
@@ -228,5 +238,5 @@ def subject(name: str) -> Subject:
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
         return WAYS[way](BASES[base], q, k, v, causal, scale)
 
-    function = torch.compile(formula, backend="aot_eager", dynamic=False) if name == "compiled" else attend
+    function = torch.compile(plain, backend="aot_eager", dynamic=False) if name == "compiled" else attend
     return Subject(name, "", "under_test", function, "plain", frozenset({"causal", "full", "scale", "grouped"}))

@@ -48,7 +48,7 @@ from attention.interface import Call
 from attention.naive import NaiveAttention
 from tests import right_attention
 from tests.attention.subjects import CASES, subject_of
-from tests.right_attention import RIGHT
+from tests.right_attention import RIGHT, plain
 from tests.wrong_attention import CORNERS, FAULTS
 from tests.wrong_attention.published import PUBLISHED
 
@@ -101,23 +101,6 @@ def in_bf16(x, y, rounded, computed, product, N: tl.constexpr):
     tl.store(product + o, tl.dot(b_y, b_y))
 
 
-def plain(q, k, v, causal=True, scale=None, window=None, softcap=None, alibi_slopes=None, s_aux=None, return_lse=False):
-    """An attention in one function, as users write it."""
-    T, S, D = q.shape[2], k.shape[2], q.shape[3]
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    s = (q * (D**-0.5 if scale is None else scale)) @ k.mT
-    s = s if softcap is None else softcap * torch.tanh(s.float() / softcap)
-    i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
-    s = s if alibi_slopes is None else s.float() - alibi_slopes[:, None, None] * (i - j)
-    seen = torch.ones(T, S, dtype=torch.bool) if not causal else j <= i
-    seen = seen if window is None else seen & (i - j < window)
-    s = s.masked_fill(~seen, -torch.inf)
-    joined = s if s_aux is None else torch.cat([s, s_aux[:, None, None].expand(*s.shape[:3], 1)], dim=-1)
-    p = joined.softmax(dim=-1)[..., :S].masked_fill(~seen.any(dim=-1, keepdim=True), 0.0)
-    out = p.to(v.dtype) @ v
-    return (out, joined.float().logsumexp(dim=-1)) if return_lse else out
-
-
 def flexible(q, k, v, score_mod=None, block_mask=None, scale=None, enable_gqa=False, head=1, query=1):
     """torch's flex_attention in words. `head` or `query` 0: its mask is that of head 0, or of the first of 128 rows."""
     (B, H, T), S = q.shape[:3], k.shape[2]
@@ -134,7 +117,7 @@ def flexible(q, k, v, score_mod=None, block_mask=None, scale=None, enable_gqa=Fa
 # Of a style by name tests/attention/test_peers.py has more.
 STYLES = {
     "tests.attention.test_check:flexible": {"window", "documents", "mask", "soft_cap", "alibi", "bias", "top_left"},
-    "tests.attention.test_check:plain": {"window", "soft_cap", "alibi", "sinks", "lse", "full"},
+    "tests.right_attention:plain": {"window", "documents", "soft_cap", "alibi", "sinks", "lse", "full"},
     "torch.nn.functional:scaled_dot_product_attention": {"window", "documents", "bias", "top_left", "dropout"},
     "transformers.integrations.sdpa_attention:sdpa_attention_forward": {"window", "full"},
 }
@@ -184,7 +167,7 @@ def test_a_class_of_this_library_is_built_and_an_attribute_declares_features(mon
     assert {"dropout", "documents", "sinks", "lse"} <= subject.features
     assert worst(subject, Case(T=20, S=20, window=5)).passes
     monkeypatch.setattr(plain, "features", {"top_left"}, raising=False)
-    assert "top_left" in find("tests.attention.test_check:plain").features
+    assert "top_left" in find("tests.right_attention:plain").features
     monkeypatch.setattr("tests.attention.reference.under_test", lambda q, k, v: plain(q, k, v, False), raising=False)
     subject = find("tests.attention.reference:under_test", iter(["full"]))
     assert "causal" not in subject.features

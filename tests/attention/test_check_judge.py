@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from attention import AttentionConfig
 from attention.check.calls import problem_of
@@ -19,46 +18,29 @@ from attention.check.results import results
 from tests.attention import formulas
 from tests.attention.reference import KEY, published_slopes
 from tests.attention.subjects import CASES, subject_of
+from tests.right_attention import plain
 
 pytestmark = pytest.mark.usefixtures("registered")
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["exact", "dropout"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_formula_and_its_gradients_are_those_of_torchs_attention_and_autograd(case: Case, keep: bool):
-    """In fp64. Changed scores are its additive mask, for queries of zero; a sink is one more key, whose value is 0."""
+def test_the_formula_and_its_gradients_are_those_of_torchs_softmax_and_autograd(case: Case, keep: bool):
+    """In fp64."""
     inputs = draw(replace(case, dtype="fp64"))
-    mask = torch.rand(case.B, case.H, case.T, case.S) < 0.7 if keep else None
-    exact = evaluate(inputs.q, inputs.k, inputs.v, inputs.do, problem(replace(case, dropout=0.3 * keep), inputs, mask))
-    leaves = [x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    sinks = torch.zeros(case.H) if inputs.sinks is None else inputs.sinks
-    q, k, v, sinks = (*leaves, sinks.double().requires_grad_())
-    k, v = (x.repeat_interleave(case.H // case.H_kv, dim=1) for x in (k, v))
-    i, j = torch.arange(case.S - case.T, case.S)[:, None], torch.arange(case.S)
-    s = q @ k.mT / case.D**0.5
-    s = s if case.soft_cap is None else case.soft_cap * torch.tanh(s / case.soft_cap)
-    s = s if not case.alibi else s - torch.tensor(published_slopes(case.H)).double()[:, None, None] * (i - j)
-    seen = (j <= i) if case.causal else (j >= 0).expand(case.T, -1)
-    seen = seen if case.window is None else seen & (j > i - case.window)
-    if case.documents:
-        starts = torch.tensor(case.document_starts())
-        seen = seen & (starts[:, None, :, None] == starts[:, None, None, :])
-    column = sinks[:, None, None].expand(*s.shape[:3], 1) if case.sinks else s.new_full((*s.shape[:3], 1), -torch.inf)
-    empty = ~seen.expand_as(s).any(-1, keepdim=True)
-    joined = torch.cat([s.masked_fill(~seen, -torch.inf), column], -1)
-    values = v if mask is None else torch.eye(case.S).double().expand(case.B, case.H, -1, -1)
-    values = torch.cat([values, torch.zeros_like(values[:, :, :1])], 2)
-    out = F.scaled_dot_product_attention(
-        torch.zeros(*s.shape[:3], values.shape[-1]).double(),
-        torch.zeros_like(values),
-        values,
-        attn_mask=joined.masked_fill(empty, 0.0),
-    ).masked_fill(empty, 0.0)
-    out = out if mask is None else (out * mask / 0.7) @ v
-    gradients = torch.autograd.grad(out, [*leaves, *([sinks] if case.sinks else [])], inputs.do)
-    for name, x in zip(("out", "dq", "dk", "dv", "dsinks"), (out, *gradients), strict=False):
+    mask = torch.rand(case.B, case.H, case.T, case.S) < 0.7 if keep else torch.ones(())
+    asked = problem(replace(case, dropout=0.3 * keep), inputs, mask if keep else None)
+    exact = evaluate(inputs.q, inputs.k, inputs.v, inputs.do, asked)
+    q, k, v = leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    sinks = None if inputs.sinks is None else inputs.sinks.double().requires_grad_()
+    options: dict[str, Any] = {"window": case.window, "softcap": case.soft_cap, "s_aux": sinks}
+    options |= {"alibi_slopes": torch.tensor(published_slopes(case.H)).double()} if case.alibi else {}
+    unit = torch.eye(case.S).double().expand(case.B, case.H_kv, -1, -1)  # the output is the weights
+    weights, lse = plain(q, k, unit, case.causal, **options, documents=inputs.starts, return_lse=True)
+    out = (weights * mask / (0.7 if keep else 1)) @ v.repeat_interleave(case.H // case.H_kv, dim=1)
+    gradients = torch.autograd.grad(out, [*leaves, *([] if sinks is None else [sinks])], inputs.do)
+    for name, x in zip(("lse", "out", "dq", "dk", "dv", "dsinks"), (lse, out, *gradients), strict=False):
         torch.testing.assert_close(exact.results[name], x)
-    torch.testing.assert_close(exact.results["lse"], joined.logsumexp(-1))
 
 
 @pytest.mark.parametrize("text", [x for x in formulas.FORMULAS if not x.startswith("where(")])
