@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import attention
-from tests import right_attention, wrong_attention
+from tests.attention import subjects
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered() -> Iterator[None]:
     """The registry also has the implementations of tests/wrong_attention and tests/right_attention.py."""
-    for cls in (*wrong_attention.CLASSES, *right_attention.CLASSES):
-        monkeypatch.setitem(attention.IMPLEMENTATIONS, cls.name, cls)
+    with subjects.registered():
+        yield

@@ -83,7 +83,6 @@ NAMES = [
 ]
 REPLAYING = [name for name in NAMES if accepts(partial(build, name, dropout=0.1))]
 RETURNING_LSE = [name for name in NAMES if IMPLEMENTATIONS[name].returns_lse]
-IN_FP64 = [name for name in NAMES if trains_on(name, device_of(name), torch.float64)]
 
 
 def supporting(*features: str) -> list[str]:

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -25,11 +25,9 @@ from typing import Any
 
 import torch
 
-import attention
 from attention import AttentionConfig, AttentionShape, DropoutKey, build_attention
 from attention.check.cli import check
 from attention.check.printing import Report
-from attention.check.subject import ours
 from bench.record import Recorder, measurement, read, result_file, write_table
 from data.batches import Batch
 from model.gpt import GPT
@@ -38,7 +36,8 @@ from model.score import ScoreConfig
 from recipe.training.parity import beyond_rounding, wrong_alone
 from recipe.training.parity_probe import ParityConfig, ParityProbe
 from recipe.wording import markdown_table as table
-from tests import right_attention, wrong_attention
+from tests import right_attention
+from tests.attention.subjects import registered, subject_of
 from tests.right_attention import ALLOWED
 from tests.wrong_attention import FAULTS, Fault
 
@@ -52,24 +51,11 @@ Job = Callable[[], list[Row]]
 stack = ExitStack()  # of a process that measures
 
 
-@contextmanager
-def registered() -> Iterator[None]:
-    """Within the block `build_attention` also knows the implementations of the tests."""
-    before = dict(attention.IMPLEMENTATIONS)
-    attention.IMPLEMENTATIONS.update({cls.name: cls for cls in (*wrong_attention.CLASSES, *right_attention.CLASSES)})
-    try:
-        yield
-    finally:
-        attention.IMPLEMENTATIONS.clear()
-        attention.IMPLEMENTATIONS.update(before)
-
-
 def checked(
     config: AttentionConfig, dtypes: Sequence[str], seed: int = 0, quick: bool = False, allowed: frozenset[str] = NONE
 ) -> Report:
     """The checker on an implementation, without a limit of time."""
-    attend = build_attention(replace(config, dropout=0.0))
-    subject = ours(config.name, "", f"build_attention({config})", attend, frozenset())
+    subject = subject_of(config, f"build_attention({config})")
     return replace(check(subject, dtypes=dtypes, seed=seed, quick=quick, seconds=3600), allowed=allowed)
 
 

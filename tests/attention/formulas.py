@@ -118,8 +118,8 @@ class Problem:
         b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
         n = seen.sum(-1).clamp(min=1)[:, None, :, None]
         names: dict[str, Any] = {"s": s, "i": i, "j": j, "h": h, "b": b, "n": n}
-        if "[b, " not in self.text:  # a batch before the indices that the formula has
-            names |= {name: Batched(x, b) for name, x in tensors.items() if x.ndim > axes_of(name, self.text)}
+        axes = self.score.tensors()  # a batch may stand before the indices that the formula has
+        names |= {name: Batched(x, b) for name, x in tensors.items() if x.ndim > len(axes[name])}
         changed = eval(self.text, {"__builtins__": {}, **words(s.dtype)}, {**tensors, **names})
         return torch.where(seen[:, None], changed.expand(B, H, T, S), -torch.inf)
 
@@ -177,19 +177,6 @@ class Batched:
 
     def __getitem__(self, index: tuple[Tensor, ...]) -> Tensor:
         return self.x[(self.b, *index)]
-
-
-def axes_of(name: str, text: str) -> int:
-    """The number of indices that a formula gives a tensor."""
-    if f"{name}[" not in text:
-        return 0
-    depth, count = 0, 1
-    for character in text[text.index(f"{name}[") + len(name) :]:
-        depth += (character in "[(") - (character in ")]")
-        count += character == "," and depth == 1
-        if depth == 0:
-            break
-    return count
 
 
 KINDS = ("square", "more keys", "more queries", "documents", "window", "offset", "full")

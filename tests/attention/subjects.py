@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from unittest.mock import patch
 
-from attention import AttentionConfig, build_attention
+from attention import IMPLEMENTATIONS, AttentionConfig, build_attention
 from attention.check.cases import Case
 from attention.check.subject import Subject, ours
+from tests import right_attention, wrong_attention
 
 # A small case of each kind of call.
 CASES = {
@@ -25,3 +28,9 @@ SMALL |= {"intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 
 def subject_of(config: AttentionConfig, expression: str = "under_test") -> Subject:
     """The implementation that `config` names, without dropout, as the check takes it."""
     return ours(expression, "", expression, build_attention(replace(config, dropout=0.0)), frozenset())
+
+
+def registered() -> AbstractContextManager[object]:
+    """Within the block `build_attention` also knows the implementations of the tests."""
+    classes = (*wrong_attention.CLASSES, *right_attention.CLASSES)
+    return patch.dict(IMPLEMENTATIONS, {cls.name: cls for cls in classes})

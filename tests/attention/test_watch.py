@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from attention import AttentionError, Score, UnsupportedAttention, build_attention, watch
 from attention.watch import Line
-from tests.attention.faults import registered
-from tests.attention.subjects import SMALL
+from tests.attention.subjects import SMALL, registered
 from tests.wrong_attention import FAULTS as PLANTED
 
 SDPA = F.scaled_dot_product_attention
@@ -70,6 +69,15 @@ def watched(model: nn.Module, steps: int = 3, **run: Any) -> list[Line]:
     with watch(every=1, log=lines.append):
         train(model, steps, **run)
     assert len(lines) == steps
+    return lines
+
+
+def bits_stay(make: Callable[[], nn.Module]) -> list[Line]:
+    """The lines of a watched run, which computes the bits of one that is not watched."""
+    expected, lines = train(make(), 3), list[Any]()
+    with watch(every=1, log=lines.append):
+        got = train(make(), 3)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
     return lines
 
 
@@ -242,10 +250,7 @@ def test_dropout_that_does_not_come_back_is_not_judged(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"attn_mask": ~LATER, "is_causal": False}])
 def test_a_run_computes_the_same_bits_with_and_without(options: dict[str, Any]):
-    expected = train(build(**options), 4)
-    with watch(every=1, log=lambda line: None):
-        got = train(build(**options), 4)
-    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    bits_stay(lambda: build(**options))
 
 
 def test_one_tensor_for_q_k_and_v_gets_the_same_gradient_and_each_is_judged_alone():
@@ -258,12 +263,7 @@ def test_one_tensor_for_q_k_and_v_gets_the_same_gradient_and_each_is_judged_alon
             x = self.x * 1.5
             return x + F.scaled_dot_product_attention(x, x, x)
 
-    expected = train(Shared(), 3)
-    lines: list[Any] = []
-    with watch(every=1, log=lines.append):
-        got = train(Shared(), 3)
-    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
-    right(lines)
+    right(bits_stay(Shared))
 
 
 def test_of_a_large_call_one_head_of_one_sequence_is_judged_another_each_time(monkeypatch: pytest.MonkeyPatch):
@@ -308,12 +308,8 @@ def compiled(backend: str) -> nn.Module:
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model_is_refused_in_a_sentence_and_keeps_its_bits(backend: str):
-    expected = train(compiled(backend), 2)
-    lines: list[Any] = []
-    with watch(every=1, log=lines.append):
-        got = train(compiled(backend), 2)
-    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
-    assert [set(line) for line in lines] == [{"watch/step", "watch/not_judged"}] * 2
+    lines = bits_stay(lambda: compiled(backend))
+    assert [set(line) for line in lines] == [{"watch/step", "watch/not_judged"}] * 3
     assert "train without torch.compile" in str(lines[0])
 
 
@@ -357,12 +353,7 @@ def test_transformers_attention_functions_are_right(kind: str, name: str, left: 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
 def test_transformers_dropout_is_replayed_and_the_run_keeps_its_bits(name: str):
-    expected = train(Padded(of_transformers("Llama", name, attention_dropout=0.2)), 3)
-    lines: list[Any] = []
-    with watch(every=1, log=lines.append):
-        got = train(Padded(of_transformers("Llama", name, attention_dropout=0.2)), 3)
-    right(lines)
-    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    right(bits_stay(lambda: Padded(of_transformers("Llama", name, attention_dropout=0.2))))
 
 
 def test_wrong_functions_of_transformers_are_flagged(monkeypatch: pytest.MonkeyPatch):
