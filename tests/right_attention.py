@@ -107,13 +107,18 @@ RIGHT = {
 }
 
 
+def for_each_head(q: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values of each query head."""
+    return tuple(x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in shared)
+
+
 def plain(
     q, k, v, causal=True, scale=None, window=None, softcap=None, alibi_slopes=None, s_aux=None, documents=None,
     return_lse=False,
 ):  # fmt: skip
     """As a textbook has it, in one function, as users write it. Scores are changed in fp32 or better."""
     (T, D), S, wide = q.shape[2:], k.shape[2], torch.promote_types(q.dtype, torch.float32)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    k, v = for_each_head(q, k, v)
     s = (q * (D**-0.5 if scale is None else scale)) @ k.mT
     s = s if softcap is None else softcap * torch.tanh(s.to(wide) / softcap)
     i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
@@ -181,8 +186,7 @@ def chunks(attend: Attend, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale:
 
 
 def repeated_heads(attend: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return attend(q, k, v, *rest)
+    return attend(q, *for_each_head(q, k, v), *rest)
 
 
 def padded_channels(attend: Attend, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:

@@ -48,7 +48,7 @@ from attention.interface import Call
 from attention.naive import NaiveAttention
 from tests import right_attention
 from tests.attention.subjects import CASES, subject_of
-from tests.right_attention import RIGHT, plain
+from tests.right_attention import RIGHT, for_each_head, one_head_each, plain
 from tests.wrong_attention import CORNERS, FAULTS
 from tests.wrong_attention.published import PUBLISHED
 
@@ -105,7 +105,7 @@ def flexible(q, k, v, score_mod=None, block_mask=None, scale=None, enable_gqa=Fa
     """torch's flex_attention in words. `head` or `query` 0: its mask is that of head 0, or of the first of 128 rows."""
     (B, H, T), S = q.shape[:3], k.shape[2]
     b, h, i, j = (torch.arange(n).view(-1, *[1] * (3 - axis)) for axis, n in enumerate((B, H, T, S)))
-    k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
+    k, v = for_each_head(q, k, v)
     s = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
     s = s if score_mod is None else score_mod(s.float(), b, h, i, j)
     of_query = i if query else i // 128 * 128
@@ -162,14 +162,17 @@ def test_more_queries_than_keys_see_all_of_them_in_transformers_too(name: str):
     assert worst(find(name), Case(T=7, S=20)).passes
 
 
+def of_all_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return plain(q, k, v, causal=False)
+
+
 def test_a_class_of_this_library_is_built_and_an_attribute_declares_features(monkeypatch: pytest.MonkeyPatch):
     subject = find("tests.right_attention:KeysBackwards")
     assert {"dropout", "documents", "sinks", "lse"} <= subject.features
     assert worst(subject, Case(T=20, S=20, window=5)).passes
     monkeypatch.setattr(plain, "features", {"top_left"}, raising=False)
     assert "top_left" in find("tests.right_attention:plain").features
-    monkeypatch.setattr("tests.attention.reference.under_test", lambda q, k, v: plain(q, k, v, False), raising=False)
-    subject = find("tests.attention.reference:under_test", iter(["full"]))
+    subject = find(f"{__name__}:of_all_keys", iter(["full"]))
     assert "causal" not in subject.features
     assert worst(subject, Case(T=20, S=30, causal=False)).passes
 
@@ -192,39 +195,33 @@ class Windowless(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def test_the_parameters_of_a_module_are_those_of_its_forward(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys.modules[__name__], "module", Windowless(), raising=False)
+module = Windowless()
+
+
+def test_the_parameters_of_a_module_are_those_of_its_forward():
     subject = find(f"{__name__}:module")
     assert {"causal", "full", "window"} <= subject.features
     assert worst(subject, Case(T=20, S=20)).passes
     assert not worst(subject, Case(T=20, S=20, window=3)).passes
 
 
-def of_another_form(form: str, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    out, lse = build_attention(AttentionConfig("naive"))(q, k, v, return_lse=True)
-    assert lse is not None
-    return {
-        "(B, T, H, D)": out.transpose(1, 2),
-        "in fp64": out.double(),
-        "lse of every channel": (out, lse.unsqueeze(-1)),
-        "nothing": None,
-    }[form]
-
-
 @pytest.mark.parametrize(
     ("form", "sentence"),
     [
-        ("(B, T, H, D)", r"returns out of \(1, 64, 2, 64\) where \(B, H, T, D\) is \(1, 2, 64, 64\); .*--style"),
-        ("in fp64", "returns torch.float64 for q, k and v in torch.float32; return their dtype"),
-        ("lse of every channel", r"returns lse of \(1, 2, 64, 1\) where \(B, H, T\) is"),
-        ("nothing", "it returns NoneType, neither a tensor nor a tuple"),
+        (
+            lambda out, lse: out.transpose(1, 2),
+            r"returns out of \(1, 64, 2, 64\) where \(B, H, T, D\) is \(1, 2, 64, 64\); .*--style",
+        ),
+        (lambda out, lse: out.double(), "returns torch.float64 for q, k and v in torch.float32; return their dtype"),
+        (lambda out, lse: (out, lse.unsqueeze(-1)), r"returns lse of \(1, 2, 64, 1\) where \(B, H, T\) is"),
+        (lambda out, lse: None, "it returns NoneType, neither a tensor nor a tuple"),
     ],
 )
 def test_results_of_another_form_end_the_check_in_a_sentence(
-    form: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys
+    form: Callable[[Tensor, Tensor], Any], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     def attention(q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False) -> Any:
-        return of_another_form(form, q, k, v)
+        return form(*plain(q, k, v, return_lse=True))
 
     monkeypatch.setattr(sys.modules[__name__], "attention_of_another_form", attention, raising=False)
     assert main([f"{__name__}:attention_of_another_form", "--device", "cpu"]) == 2
@@ -232,13 +229,11 @@ def test_results_of_another_form_end_the_check_in_a_sentence(
     assert not multiprocessing.active_children()
 
 
-def test_without_gradients_the_forward_alone_is_called_correct(only, monkeypatch: pytest.MonkeyPatch, capsys):
-    attend = build_attention(AttentionConfig("naive"))
+def detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return plain(q, k, v).detach()
 
-    def detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v).out.detach()
 
-    monkeypatch.setattr(sys.modules[__name__], "detached", detached, raising=False)
+def test_without_gradients_the_forward_alone_is_called_correct(only, capsys):
     only([Case(T=9, S=9)], "side effects")
     assert main([f"{__name__}:detached", "--dtypes", "fp32", "--device", "cpu"]) == 0
     assert "detached, which gives no gradients, is correct in all" in " ".join(capsys.readouterr().out.split())
@@ -429,8 +424,8 @@ def test_a_check_in_tritons_interpreter_has_the_bf16_of_a_gpu():
     )
 
 
-def ends_its_process_where_misaligned(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    if q.data_ptr() % 16:
+def ends_its_process(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    if q.data_ptr() % 16 or q.shape[2] == 11:
         os.kill(os.getpid(), signal.SIGKILL)
     return plain(q, k, v, causal) * (1.001 if q.shape[2] == 9 else 1)
 
@@ -438,15 +433,16 @@ def ends_its_process_where_misaligned(q: Tensor, k: Tensor, v: Tensor, causal: b
 def test_a_call_that_ends_its_process_is_a_failure_and_the_others_are_judged(only, one_worker):
     cases = {
         "lengths": [Case(T=9, S=9), Case(T=8, S=8)],
+        "scale": [Case(T=8, S=8), Case(T=11, S=11)],
         "memory": [Case(), *(Case(T=n, S=n, memory="misaligned start") for n in (7, 8, 9))],
     }
     only(cases, "side effects")
-    target = "tests.attention.test_check:ends_its_process_where_misaligned"
+    target = "tests.attention.test_check:ends_its_process"
     report = check(find(target), dtypes=["fp32"], workers=one_worker)
-    lengths, memory, side_effects = report.lines
+    lengths, scale, memory, side_effects = report.lines
     assert (lengths.status, lengths.calls, side_effects.status) == ("FAIL", 2, "ok")
     assert lengths.failures[0].case.T == 9
-    assert (memory.status, memory.calls) == ("FAIL", 2)
+    assert scale.calls == memory.calls == 2
     assert "1 of 2 end their process: the process ended with SIGKILL (fp32 B=1 H=2 T=" in memory.detail
     assert "; 2 more with misaligned start are left out;" in memory.detail
     assert "torch.autograd.grad(attend(*x), x, do)" in memory.failures[0].code
@@ -490,12 +486,6 @@ def takes_multiples(n: int) -> Callable[..., Tensor]:
 even, blocks_of_128 = takes_multiples(2), takes_multiples(128)
 
 
-def ends_its_process_at_65(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    if q.shape[2] == 65:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return plain(q, k, v, causal)
-
-
 @pytest.mark.parametrize(("name", "n"), [("even", 2), ("blocks_of_128", 128)])
 def test_an_attention_for_some_lengths_is_judged_at_those(name: str, n: int, only):
     cases = {"lengths": [Case(T=128, S=128), Case(T=9, S=9)], "batch and heads": [Case(T=9, S=33), Case(T=31, S=31)]}
@@ -508,13 +498,6 @@ def test_an_attention_for_some_lengths_is_judged_at_those(name: str, n: int, onl
     assert calls["batch and heads"] == ("ok", 2)
     assert all(calls[name][0] == "ok" for name in chosen)
     assert f"Lengths that are no multiples of {n}: such calls were refused." in report.unseen
-
-
-def test_a_length_that_ends_the_process_is_judged_with_the_others(only, one_worker):
-    only([Case(T=64, S=64), Case(T=65, S=65)])
-    target = "tests.attention.test_check:ends_its_process_at_65"
-    (lengths,) = check(find(target), dtypes=["fp32"], workers=one_worker).lines
-    assert (lengths.status, lengths.calls) == ("FAIL", 2)
 
 
 BUFFERS: dict[tuple[object, ...], Tensor] = {}
@@ -560,7 +543,7 @@ def test_a_check_tries_each_input_once_before_any_twice_the_costly_ones_last_and
 
 def softpick(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     """Another function than softmax attention: relu(exp(s) - 1) over the sum of |exp(s) - 1|."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    k, v = for_each_head(q, k, v)
     seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2] if causal else 10**6)
     e = torch.expm1((q * q.shape[-1] ** -0.5) @ k.mT).masked_fill(~seen, 0.0)
     return e.relu() / (e.abs().sum(dim=-1, keepdim=True) + 1e-6) @ v
@@ -568,10 +551,7 @@ def softpick(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
 
 def softpick_in_parts(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     """The same for one head after the other."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return torch.cat(
-        [softpick(q[:, h : h + 1], k[:, h : h + 1], v[:, h : h + 1], causal) for h in range(q.shape[1])], dim=1
-    )
+    return one_head_each(softpick, q, k, v, causal)
 
 
 def softpick_wrong_from_31(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
@@ -612,17 +592,19 @@ def test_another_function_is_compared_with_a_reference_and_its_failure_shown_at_
 
 def without_maximum(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     """Softmax attention that overflows at scores above 709 in fp64."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    k, v = for_each_head(q, k, v)
     e = ((q * q.shape[-1] ** -0.5) @ k.mT).exp()
     e = e.tril(k.shape[2] - q.shape[2]) if causal else e
     return e / e.sum(dim=-1, keepdim=True) @ v
 
 
-def test_what_a_reference_cannot_compute_is_not_judged_and_the_line_says_so(monkeypatch: pytest.MonkeyPatch):
+def larger(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    return 1.1 * plain(q, k, v, causal)
+
+
+def test_what_a_reference_cannot_compute_is_not_judged_and_the_line_says_so(only):
     large = Case(T=9, S=9, spread=1000.0)
-    cases = {"scores": [large, replace(large, T=5, S=5)], "sizes": [Case(T=1, S=1, spread=1e7)], "rows": [Case()]}
-    monkeypatch.setattr(accuracy, "groups", lambda seed: cases)
-    monkeypatch.setattr(parts, "PARTS", {})
+    only({"scores": [large, replace(large, T=5, S=5)], "sizes": [Case(T=1, S=1, spread=1e7)], "rows": [Case()]})
     subject = find(f"{__name__}:plain")
     subject.reference = find(f"{__name__}:without_maximum")
     scores, sizes, rows = check(subject, dtypes=["fp32"]).lines
@@ -630,10 +612,7 @@ def test_what_a_reference_cannot_compute_is_not_judged_and_the_line_says_so(monk
     assert re.search(r"; \d+ rows are not judged: the reference is not finite there$", scores.detail)
     assert sizes.detail == f"refused: {__name__}:without_maximum is not finite there"
     assert "not judged" not in rows.detail
-    monkeypatch.setattr(
-        sys.modules[__name__], "wrong", lambda q, k, v, causal=True: 1.1 * plain(q, k, v, causal), raising=False
-    )
-    subject = find(f"{__name__}:wrong")
+    subject = find(f"{__name__}:larger")
     subject.reference = find(f"{__name__}:without_maximum")
     assert [line.status for line in check(subject, dtypes=["fp32"]).lines] == ["FAIL", "skip", "FAIL"]
 
@@ -675,7 +654,7 @@ def test_a_processor_whose_product_spreads_nan_is_named_and_nothing_accused(monk
 
 
 def forgets_scale(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, dropout_p: float = 0.0) -> Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    k, v = for_each_head(q, k, v)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout_p)
     return out * (1 - dropout_p)
 
