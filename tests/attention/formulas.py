@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import AttentionOutput, DropoutKey, Layout, Score, keep_mask
+from attention import AttentionOutput, DropoutKey, Layout, Score, documents, keep_mask
 from attention.check.formula import Problem as Reference
 from attention.check.formula import evaluate
 from tests.attention.reference import KEY, gradients
@@ -152,10 +152,8 @@ class Problem:
         self, attend: Callable[..., AttentionOutput], dtype: torch.dtype, backward: bool = True, device: str = "cpu"
     ) -> dict[str, Tensor]:
         """out and all gradients of an implementation."""
-        layout = self.layout
-        if layout.document_starts is not None and layout.document_ends is not None:
-            starts, ends = layout.document_starts.to(device), layout.document_ends.to(device)
-            layout = layout._replace(document_starts=starts, document_ends=ends)
+        starts = self.layout.document_starts
+        layout = self.layout if starts is None else documents(starts.to(device))
 
         def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **tensors: Tensor) -> Tensor:
             key: DropoutKey | None = KEY if self.dropout else None
@@ -218,8 +216,7 @@ def draw(
             starts = torch.zeros(B, T, dtype=torch.int32)
             for cut in sorted(rng.sample(range(1, T), 3)):
                 starts[:, cut:] = cut
-            ends = torch.stack([(row[:, None] == row).sum(-1) + row for row in starts]).int()
-            layout = Layout(document_starts=starts, document_ends=ends)
+            layout = documents(starts)
     drawn = (tensors or FORMULAS[text])(B, H, max(T, S) + 12)
     return Problem(
         text,

@@ -6,7 +6,7 @@ tests/attention/test_check_judge.py compares that formula with PyTorch's attenti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, AttentionOutput, DropoutKey, Layout, Score, build_attention, documents, varlen
+from attention import (
+    AttentionConfig,
+    AttentionOutput,
+    DropoutKey,
+    Layout,
+    Score,
+    build_attention,
+    documents,
+    keep_mask,
+    varlen,
+)
 from attention.check import cases as checked
 from attention.check.calls import problem_of
 from attention.check.formula import Problem, evaluate
@@ -128,6 +138,27 @@ def gradients(
     }
     found |= {} if lse is None else {"lse": lse}
     return {name: x.detach().double() for name, x in found.items()}
+
+
+def with_part_of_the_mask(
+    attend: Callable[..., AttentionOutput], D: int, dtype: torch.dtype, device: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """out and the gradients of q, k and v, and what they are in fp64, of a part of the heads, queries and keys under
+    the mask of the whole. `attend` drops half of the weights."""
+    tensors = Case(1, 2, 1, 96, 134, D).tensors(dtype, device)
+    keep = keep_mask(KEY, 0.5, 1, 4, 128, 198, device=device)[:, 2:, 32:, 64:]
+    key = replace(KEY, first_head=2, first_query=32, first_key=64)
+    got = gradients(partial(attend, dropout_key=key), *tensors)
+    exact = gradients(partial(formula, keep=keep, rate=0.5), *(x.double() for x in tensors))
+    return ((got[name], x) for name, x in exact.items())
+
+
+def make_loud(q: Tensor, k: Tensor, row: int, loud: str) -> None:
+    """The score of a row and key 3 becomes 10,000, because the `loud` one of the two is long."""
+    direction = q[:, :, row] / q[:, :, row].square().sum(-1, keepdim=True)
+    k[:, :, 3] = (direction * (10 * q.shape[-1] ** 0.5)).to(k)
+    large, n = (k, 3) if loud == "key" else (q, row)
+    large[:, :, n] *= 1000
 
 
 def gradients_with_slopes(

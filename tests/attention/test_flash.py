@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,13 @@ import triton
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from attention import AttentionConfig, AttentionShape, Score, UnsupportedAttention, build_attention, gpu, keep_mask
+from attention import AttentionConfig, AttentionShape, Score, UnsupportedAttention, build_attention, gpu
 from attention.flash import call as calls
 from attention.flash import tiles
 from attention.flash.call import Problem
 from attention.flash.op import flash_forward
 from attention.spec import Inputs, Spec
-from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
+from tests.attention.reference import Case, assert_accurate, formula, gradients, with_part_of_the_mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -62,13 +60,8 @@ def test_every_table_of_blocks_drops_the_weights_of_the_mask(D, capability, monk
 
 
 def test_a_part_of_heads_queries_and_keys_draws_its_part_of_the_mask():
-    q, k, v, do = on_device(*Case(1, 2, 1, 96, 134, 16).tensors(torch.float32))
-    key = replace(KEY, first_head=2, first_query=32, first_key=64)
-    keep = keep_mask(KEY, 0.5, 1, 4, 128, 198, device=DEVICE)[:, 2:, 32:, 64:]
-    got = gradients(partial(flash(0.5), dropout_key=key), q, k, v, do)
-    exact = partial(formula, causal=True, keep=keep, rate=0.5)
-    for name, x in gradients(exact, *(y.double() for y in (q, k, v, do))).items():
-        torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-5)
+    for got, exact in with_part_of_the_mask(flash(0.5), 16, torch.float32, DEVICE):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_views_of_a_fused_projection_are_used_as_they_lie():

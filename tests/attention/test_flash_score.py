@@ -26,6 +26,7 @@ from tests.attention.reference import (
     assert_unseen_tiles_are_never_read,
     gradients,
     gradients_with_slopes,
+    make_loud,
 )
 from tests.attention.test_flash import projected
 
@@ -145,9 +146,7 @@ def test_alibis_horizon_reaches_a_key_whose_score_outweighs_its_bias(loud, horiz
     """One of a row's scores is 10,000, at a distance at which all others have no weight; of two sequences, in one."""
     case = replace(FAR, B=2, H=2, H_kv=2)
     q, k, v, do = (x.to(DEVICE) for x in case.tensors(torch.float32))
-    k[1, :, 3] = 40 * q[1, :, 190] / q[1, :, 190].square().sum(-1, keepdim=True)
-    large, row = (k, 3) if loud == "key" else (q, 190)
-    large[1, :, row] *= 1000
+    make_loud(q[1:], k[1:], 190, loud)
     found, exact = run_far(case, (q, k, v, do)), run_far(case, tuple(x.double() for x in (q, k, v, do)), "naive")
     torch.testing.assert_close(found["out"][1, :, 190], v[1, :, 3].double(), rtol=0, atol=1e-5)
     for name, x in exact.items():

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from attention import keep_mask
-from tests.attention.reference import KEY, Case, formula, gradients
+from tests.attention.reference import Case, formula, with_part_of_the_mask
 from tests.gpu.needs import A_HOPPER_GPU, EACH_SIZE
 from tests.gpu.test_hopper import flash, run
 
@@ -50,13 +47,8 @@ for H, T, S in ({GRIDS}):
 
 @EACH_SIZE
 def test_a_part_of_heads_queries_and_keys_draws_its_part_of_the_mask(D):
-    q, k, v, do = Case(1, 2, 1, 96, 134, D).tensors(torch.bfloat16, "cuda")
-    key = replace(KEY, first_head=2, first_query=32, first_key=64)
-    keep = keep_mask(KEY, 0.5, 1, 4, 128, 198, device="cuda")[:, 2:, 32:, 64:]
-    got = gradients(partial(flash(0.5), dropout_key=key), q, k, v, do)
-    exact = gradients(partial(formula, keep=keep, rate=0.5), *(x.double() for x in (q, k, v, do)))
-    for name, x in exact.items():
-        assert (got[name] - x).norm() < 1e-2 * x.norm(), name
+    for got, exact in with_part_of_the_mask(flash(0.5), D, torch.bfloat16, "cuda"):
+        assert (got - exact).norm() < 1e-2 * exact.norm()
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan], ids=str)

@@ -19,6 +19,7 @@ from tests.attention.reference import (
     formula,
     gradients,
     gradients_with_slopes,
+    make_loud,
 )
 from tests.gpu.graphs import captured
 from tests.gpu.needs import A_HOPPER_GPU, EACH_SIZE
@@ -221,10 +222,7 @@ def test_alibis_horizon_reaches_a_key_whose_score_outweighs_its_bias(loud, D, ho
     """One of a row's scores is 10,000, at a distance at which all others of its head have no weight."""
     case, slopes = replace(FAR, D=D), (1.0, 0.7, 0.25, 0.05, 0.01, 0.0)
     q, k, v, do = case.tensors(torch.bfloat16, "cuda")
-    direction = q[:, :, 2400] / q[:, :, 2400].square().sum(-1, keepdim=True)
-    k[:, :, 3] = (direction * (10 * D**0.5)).to(k)
-    large, row = (k, 3) if loud == "key" else (q, 2400)
-    large[:, :, row] *= 1000
+    make_loud(q, k, 2400, loud)
     got = run_far(case, HOPPER, (q, k, v, do), slopes=slopes)
     torch.testing.assert_close(got["out"][:, :, 2400], v[:, :, 3].double())
     horizons(False)
