@@ -21,7 +21,7 @@ from torch import Tensor
 from attention import AttentionConfig, DropoutRng, build_attention
 from data.batches import Batch, Batches
 from data.tasks import TASKS
-from model.gpt import GPT
+from model.gpt import GPT, Computation
 from model.options import GPTConfig, Positions
 from recipe.distributed.world import World
 from recipe.run.build import build_trainer
@@ -42,19 +42,23 @@ T, B, SEED = 32, 4, 7
 TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)  # real text that every machine has
 MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32)
 TRAINING = TrainingConfig(steps=20, batch_size=B, precision=Precision.fp32)
+OPTIMIZER = OptimizerConfig(lr=3e-3)
 
 
 def build(
     attention: AttentionConfig | None = None,
     model: GPTConfig = MODEL,
     training: TrainingConfig = TRAINING,
-    lr: float = 3e-3,
-    seq_len: int = T,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    **computation: Any,
 ) -> Trainer:
     torch.manual_seed(SEED)
-    gpt = GPT(model, 256, seq_len, build_attention(attention or AttentionConfig(dropout=0.1)))
-    optimizer, schedule = OptimizerConfig(lr=lr), ScheduleConfig(warmup_steps=5)
-    return build_trainer(Config(SEED, optimizer=optimizer, schedule=schedule, training=training), gpt, CPU, World())
+    attend = build_attention(attention or AttentionConfig(dropout=0.1))
+    gpt = GPT(model, 256, T, attend, Computation(**computation))
+    schedule = ScheduleConfig(warmup_steps=5)
+    return build_trainer(
+        Config(SEED, model=model, optimizer=optimizer, schedule=schedule, training=training), gpt, CPU, World()
+    )
 
 
 def batches(trainer: Trainer) -> Batches:
@@ -75,20 +79,6 @@ def weights(trainer: Trainer) -> list[Tensor]:
 
 def equal(these: list[Tensor], those: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
-
-
-@pytest.mark.slow
-def test_naive_and_tiled_train_alike_with_dropout() -> None:
-    steps = 60  # after 80 a difference in the last bit has grown to 1e-4
-    training = replace(TRAINING, steps=steps)
-    several: list[dict[str, Any]] = [{}, {"name": "tiled", "block_q": 16, "block_k": 16}]
-    curves = [
-        losses(build(AttentionConfig(dropout=0.1, **options), training=training, seq_len=48), range(steps))
-        for options in several
-    ]
-    naive, tiled = torch.tensor(curves, dtype=torch.float64)
-    assert naive[-20:].mean() < naive[:20].mean() - 1
-    assert (naive - tiled).abs().max() < 1e-4
 
 
 def test_a_step_depends_on_its_number_and_the_weights_alone() -> None:
@@ -371,7 +361,7 @@ def test_an_earlier_handler_of_slurms_signal_is_called_after_the_run() -> None:
 
 def test_a_failure_is_noticed_before_anything_is_saved() -> None:
     training = replace(TRAINING, log_every=50, eval_every=0, checkpoint_every=4)
-    recorder = Recorder(build(training=training, lr=1e30))
+    recorder = Recorder(build(training=training, optimizer=OptimizerConfig(lr=1e30)))
     with pytest.raises(NonFiniteError, match=r"Step [23] was not finite"):
         run(recorder)
     assert recorder.events == []
