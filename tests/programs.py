@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import train as train_module
 from recipe.infer.huggingface import HuggingFace
 from recipe.run.launch import launch
+from recipe.run.metrics import read_metrics
 
 
 def train(*arguments: str) -> int:
@@ -25,3 +28,15 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     """Every path below a folder, with the bytes of files."""
     paths = (path for path in folder.rglob("*") if not path.is_symlink())
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def summary(run: Path) -> dict[str, Any]:
+    """What a run's summary.json has."""
+    content: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return content
+
+
+def losses(run: Path) -> list[tuple[int, Any, Any]]:
+    """The step, the training loss and the validation loss of each line of a run's metrics.jsonl."""
+    lines = read_metrics(run / "metrics.jsonl")
+    return [(line["step"], line.get("train/loss"), line.get("val/loss")) for line in lines]

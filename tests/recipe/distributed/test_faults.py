@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -17,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.run.metrics import read_metrics
-from recipe.training.checkpoint import load_checkpoint, newest_valid
 from recipe.training.checkpoint_files import PARTIAL
 from tests.forked.server import process_of
-from tests.recipe.training.test_resume import steps_logged, train
+from tests.programs import losses, summary
+from tests.recipe.training.test_resume import final_state, newest_step, steps_logged, train
 
 ROOT = Path(__file__).parents[3]
 STEPS = 120
@@ -78,10 +76,6 @@ def kill_during_a_save(run: Path, torchrun: subprocess.Popen[bytes]) -> set[str]
         os.kill(second, signal.SIGCONT)
 
 
-def newest_logged(run: Path) -> int:
-    return read_metrics(run / "metrics.jsonl")[-1]["step"]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
@@ -89,7 +83,6 @@ def test_a_killed_rank_and_an_interrupted_one_lose_nothing(here: Path) -> None:
     """torchrun starts the ranks again after a kill in a save; after the signal all stop, and one goes on alone."""
     shutil.copy(os.__file__, "text.txt")
     run, whole = Path("run"), Path("whole")
-    whole.mkdir()
     train(*OVERRIDES, f"training.checkpoint_every={STEPS}", "hydra.run.dir=whole")
 
     command = [sys.executable, *TORCHRUN, str(ROOT / "train.py"), *OVERRIDES, "resume=auto", "hydra.run.dir=run"]
@@ -109,22 +102,14 @@ def test_a_killed_rank_and_an_interrupted_one_lose_nothing(here: Path) -> None:
         torchrun.kill()
         torchrun.wait()
     text = Path("said").read_text()
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["status"], summary["step"]) == ("interrupted", newest_logged(run)), text
-    assert newest_valid(run / "checkpoints")[0].name == f"step-{summary['step']:08d}"
+    step = newest_step(run)
+    assert (summary(run)["status"], summary(run)["step"], losses(run)[-1][0]) == ("interrupted", step, step), text
     assert "resuming from" in text
-    assert f"stopped by SIGTERM after step {summary['step']} of {STEPS}; resume=run goes on\n" in text
+    assert f"stopped by SIGTERM after step {step} of {STEPS}; resume=run goes on\n" in text
 
     train("resume=auto", f"training.checkpoint_every={STEPS}", "hydra.run.dir=run")
-    losses = [
-        [
-            (line["step"], line.get("train/loss"), line.get("val/loss"))
-            for line in read_metrics(folder / "metrics.jsonl")
-        ]
-        for folder in (run, whole)
-    ]
-    assert [step for step, _, _ in losses[0]] == list(range(STEPS + 1))
-    assert sum(validation is not None for _, _, validation in losses[0]) == 3
-    assert losses[0] == losses[1]
-    ours, theirs = (load_checkpoint(newest_valid(folder / "checkpoints")[0]) for folder in (run, whole))
-    assert all(torch.equal(ours[part][name], tensor) for part in theirs for name, tensor in theirs[part].items())
+    assert [step for step, _, _ in losses(run)] == list(range(STEPS + 1))
+    assert sum(validation is not None for _, _, validation in losses(run)) == 3
+    assert losses(run) == losses(whole)
+    ours, theirs = final_state(run), final_state(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,11 +290,19 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number: signal.S
     assert recorder.events[-1][:2] == ("save", 4)
 
 
+@pytest.fixture
+def group() -> Iterator[None]:
+    """Ranks that ask each other, of which this process is the only one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
 def test_a_signal_that_comes_while_ranks_ask_each_other_counts_after_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The other ranks did not learn of it in this exchange, and would continue alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     reduce = dist.all_reduce
 
     def interrupted(number: Tensor, op: dist.ReduceOp, async_op: bool) -> dist.Work:
@@ -303,22 +311,19 @@ def test_a_signal_that_comes_while_ranks_ask_each_other_counts_after_the_next_st
         os.kill(os.getpid(), signal.SIGTERM)
         return work
 
-    try:
-        with Interruption() as interruption:
-            monkeypatch.setattr(dist, "all_reduce", interrupted)
-            assert not interruption.agreed(waits=True)
-            monkeypatch.undo()
-            assert interruption.agreed(waits=True)
-            assert interruption.number == signal.SIGTERM
-    finally:
-        dist.destroy_process_group()
+    with Interruption() as interruption:
+        monkeypatch.setattr(dist, "all_reduce", interrupted)
+        assert not interruption.agreed(waits=True)
+        monkeypatch.undo()
+        assert interruption.agreed(waits=True)
+        assert interruption.number == signal.SIGTERM
 
 
-@pytest.mark.parametrize(("step_s", "asked"), [(0.01, 6), (0.5, 50), (2.0, 100), (30.0, 100)])
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(("step_s", "asked"), [(0.01, 6), (0.5, 50), (2.0, 100)])
 def test_ranks_ask_each_other_about_once_a_second_and_a_signal_ends_the_run_within_a_step_and_a_second(
     monkeypatch: pytest.MonkeyPatch, step_s: float, asked: int
 ) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     reduce, calls, now = dist.all_reduce, list[float](), 0.0
 
     def counted(number: Tensor, op: dist.ReduceOp, async_op: bool) -> dist.Work:
@@ -326,45 +331,20 @@ def test_ranks_ask_each_other_about_once_a_second_and_a_signal_ends_the_run_with
         return reduce(number, op, async_op=async_op)
 
     monkeypatch.setattr(dist, "all_reduce", counted)
-    try:
-        with Interruption(clock=lambda: now) as interruption:
-            for _ in range(100):
-                now += step_s
-                assert not interruption.agreed(waits=False)
-            assert len(calls) == asked
+    with Interruption(clock=lambda: now) as interruption:
+        for _ in range(100):
             now += step_s
-            assert not interruption.agreed(waits=True)  # a host asks before it waits for its device
-            assert len(calls) == asked + 1
-            os.kill(os.getpid(), signal.SIGTERM)
-            received = now
+            assert not interruption.agreed(waits=False)
+        assert len(calls) == asked
+        now += step_s
+        assert not interruption.agreed(waits=True)  # a host asks before it waits for its device
+        assert len(calls) == asked + 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        received = now
+        now += step_s
+        while not interruption.agreed(waits=False):
             now += step_s
-            while not interruption.agreed(waits=False):
-                now += step_s
-            assert now - received <= step_s + 1
-    finally:
-        dist.destroy_process_group()
-
-
-def test_an_earlier_handler_of_slurms_signal_is_called_after_the_run() -> None:
-    came: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))
-    try:
-        with Interruption() as interruption:
-            os.kill(os.getpid(), signal.SIGUSR2)
-            assert interruption.agreed(waits=True)
-        assert not came
-        interruption.pass_on()
-        assert came == [signal.SIGUSR2]
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
-def test_a_failure_is_noticed_before_anything_is_saved() -> None:
-    training = replace(TRAINING, log_every=50, eval_every=0, checkpoint_every=4)
-    recorder = Recorder(build(training=training, optimizer=OptimizerConfig(lr=1e30)))
-    with pytest.raises(NonFiniteError, match=r"Step [23] was not finite"):
-        run(recorder)
-    assert recorder.events == []
+        assert now - received <= step_s + 1
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -18,22 +16,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-import train as train_module
-from data.batches import Batches, GlobalBatch
-from data.prepare import prepare as prepare_data
-from recipe.distributed.world import World
-from recipe.run import compose
-from recipe.run.build import build_model
 from recipe.run.config import ConfigError
 from recipe.run.launch import prepare
-from recipe.run.metrics import read_metrics
 from recipe.run.recorded import read_config
 from recipe.run.resume import check_resumable
-from recipe.run.run_folder import StillRunning, locked
 from recipe.training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
 from recipe.training.device import computing_with
+from tests import programs
+from tests.programs import contents, losses, summary
 
 ROOT = Path(__file__).parents[3]
 STEPS = 60
@@ -52,24 +43,7 @@ def command(*overrides: str) -> list[str]:
 
 
 def train(*overrides: str) -> None:
-    """Run train.py's work in this process and folder; the overrides must give the run folder."""
-    arguments = prepare(list(overrides))
-    assert isinstance(arguments, list)
-    cfg = compose.composed(arguments)
-    assert train_module.train(compose.to_config(cfg), Path(cfg.hydra.run.dir), arguments) == 0
-
-
-def record(run: Path, overrides: list[str]) -> None:
-    """Write the files that Hydra writes of a run."""
-    (run / ".hydra").mkdir(parents=True)
-    OmegaConf.save(OmegaConf.create(overrides), run / ".hydra" / "overrides.yaml")
-    OmegaConf.save(compose.composed(overrides), run / ".hydra" / "config.yaml")
-
-
-def losses(run: Path) -> list[tuple[int, float | None, float | None]]:
-    return [
-        (line["step"], line.get("train/loss"), line.get("val/loss")) for line in read_metrics(run / "metrics.jsonl")
-    ]
+    assert programs.train(*overrides) == 0
 
 
 def final_state(run: Path) -> dict[str, Tensor]:
@@ -86,10 +60,6 @@ def steps_logged(run: Path) -> int:
 def newest_step(run: Path) -> int:
     path, _ = newest_valid(run / "checkpoints")
     return int(path.name.removeprefix("step-"))
-
-
-def summary(run: Path) -> dict:
-    return json.loads((run / "summary.json").read_text())
 
 
 def assert_same_run(run: Path, reference: Path) -> None:
@@ -131,8 +101,6 @@ def test_on_a_cpu_the_bits_are_those_of_the_number_of_threads_that_the_run_began
         theirs = final_state(other)
         return [name for name, tensor in final_state(run).items() if not torch.equal(tensor, theirs[name])]
 
-    for name in ("of-1", "of-2", "resumed"):
-        record(Path(name), given)
     of_one, of_two = (run(f"of-{threads}", threads, *given, "training.steps=2") for threads in (1, 2))
     assert len(different(of_one, of_two)) > 10
     run("resumed", 2, *given, "training.steps=1", "training.cpu.threads=1")
@@ -188,10 +156,6 @@ def resumed(*arguments: str) -> str:
     assert isinstance(prepared, list)
     folder = next(a for a in prepared if a.startswith("hydra.run.dir="))
     return folder.removeprefix("hydra.run.dir=").strip("'")
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def damage(checkpoint: Path) -> None:
@@ -266,8 +230,10 @@ def test_another_model_or_other_data_are_refused_and_leave_the_run_alone(runs: P
     assert contents(runs) == before
     checkpoint, _ = newest_valid(runs / "newer" / "checkpoints")
     config, now = read_manifest(checkpoint).metadata["config"], read_config(runs / "newer")
+    del config["model"]["qk_norm"]  # as if the run were older than the option: it did what is the default
     for override, other in {
         "seq_len=16": replace(now, seq_len=16),
+        "model.qk_norm=true": replace(now, model=replace(now.model, qk_norm=True)),
         "data.tokenizer=bpe": replace(now, data=replace(now.data, tokenizer="bpe")),
         "score.window=5": replace(now, score=replace(now.score, window=5)),
         "optimizer.name=muon": replace(now, optimizer=replace(now.optimizer, name="muon")),
@@ -276,31 +242,12 @@ def test_another_model_or_other_data_are_refused_and_leave_the_run_alone(runs: P
             check_resumable(config, other, checkpoint)
 
 
-def test_a_run_recorded_before_an_option_existed_did_what_is_now_its_default(runs: Path) -> None:
-    checkpoint, _ = newest_valid(runs / "newer" / "checkpoints")
-    config, now = read_manifest(checkpoint).metadata["config"], read_config(runs / "newer")
-    del config["score"], config["model"]["qk_norm"], config["data"]["documents"]
-    check_resumable(config, now, checkpoint)
-    with pytest.raises(ConfigError, match=r"with model.qk_norm=false instead of model.qk_norm=true"):
-        check_resumable(config, replace(now, model=replace(now.model, qk_norm=True)), checkpoint)
-
-
 def test_with_rotary_positions_a_resumed_run_may_have_longer_sequences(runs: Path) -> None:
     run = runs / "rotary"
-    given = [*OVERRIDES, "model.positions=rotary", "model.dropout=0", "attention.dropout=0", "schedule=constant"]
-    record(run, given)
-    train(*given, "training.steps=6", f"hydra.run.dir={run}")
-    weights = load_checkpoint(newest_valid(run / "checkpoints")[0])["model"]
-
-    longer = ["seq_len=64", "training.batch_size=6"]
-    train(f"resume={run}", *longer, "training.steps=7")
-    config = compose.to_config(compose.composed([*given, *longer]))
-    data = prepare_data(config.data)
-    model = build_model(config, data.vocab_size, torch.device("cpu"), torch.float32, World())
-    model.load_state_dict(weights)
-    inputs, targets, *_ = Batches(data.train.tokens, 64, GlobalBatch(6), config.seed).stored(6).widened()
-    expected = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-    assert losses(run)[-1][:2] == (7, pytest.approx(expected.item(), rel=1e-5))
+    train(*OVERRIDES, "model.positions=rotary", "training.steps=6", f"hydra.run.dir={run}")
+    train(f"resume={run}", "seq_len=64", "training.batch_size=6", "training.steps=7")
+    assert summary(run)["tokens"] == 7 * 384
+    assert losses(run)[-1][1] < losses(run)[0][2]
 
 
 def test_a_checkpoint_of_another_run_is_refused(runs: Path) -> None:
@@ -310,22 +257,3 @@ def test_a_checkpoint_of_another_run_is_refused(runs: Path) -> None:
     overrides.write_text(overrides.read_text().replace("model.n_layers=2", "model.n_layers=3"))
     with pytest.raises(ConfigError, match=r"n_layers=2 instead of .*n_layers=3; .* put the run's own checkpoints"):
         prepare(["resume=auto"])
-
-
-def test_a_run_that_is_still_going_on_is_not_resumed(runs: Path) -> None:
-    def hold() -> None:
-        with locked(Path("outputs/newer")):
-            held.set()
-            time.sleep(60)
-
-    fork = multiprocessing.get_context("fork")
-    held, holder = fork.Event(), fork.Process(target=hold)
-    holder.start()
-    try:
-        assert held.wait(60)
-        with pytest.raises(StillRunning, match="outputs/newer belongs to a run that is still running"):
-            prepare(["resume=auto"])
-    finally:
-        holder.kill()
-        holder.join()
-    assert resumed("resume=auto") == "outputs/newer"  # the lock dies with its holder
