@@ -1,8 +1,9 @@
-"""The programs as a user calls them, within this process: their exit status, and what they leave on the disk."""
+"""The programs as a user calls them, within this process or in another: how they end and what they leave behind."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,13 @@ import train as train_module
 from recipe.infer.huggingface import HuggingFace
 from recipe.run.launch import launch
 from recipe.run.metrics import read_metrics
+
+ROOT = Path(__file__).parents[1]
+
+
+def started(*arguments: str | Path, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A process of Python with these arguments, in a folder, once it has ended."""
+    return subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
 
 
 def train(*arguments: str) -> int:

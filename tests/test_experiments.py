@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +12,9 @@ import torch
 from data.batches import eval_batches
 from recipe.distributed.world import World
 from recipe.run import compose
-from recipe.run.config import ConfigError
-from recipe.run.launch import prepare
+from recipe.run.config import Config
+from tests.programs import ROOT, started, summary
 
-ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
 
 
@@ -37,38 +33,30 @@ def test_every_command_in_a_file_composes(file: Path) -> None:
         compose.to_config(compose.composed(compose.jobs(command)[-1]))
 
 
+def configs(experiment: str) -> list[Config]:
+    """The configuration of each of its jobs."""
+    return [compose.to_config(compose.composed(job)) for job in compose.jobs([f"experiment={experiment}"])]
+
+
 def test_tiles_of_the_block_size_experiment_are_square() -> None:
-    configs = [compose.to_config(compose.composed(job)) for job in compose.jobs(["experiment=block_size"])]
-    assert [(c.attention.block_q, c.attention.block_k) for c in configs] == [(b, b) for b in (16, 32, 64, 128)]
+    tiles = [(config.attention.block_q, config.attention.block_k) for config in configs("block_size")]
+    assert tiles == [(b, b) for b in (16, 32, 64, 128)]
 
 
-def test_a_length_changes_the_batch_and_not_the_tokens_of_a_step() -> None:
-    for name in ("crossover", "context_length"):
-        tokens = set()
-        for job in compose.jobs([f"experiment={name}"]):
-            config = compose.to_config(compose.composed(job))
-            tokens.add(config.seq_len * config.training.share(config.seq_len, World()).sequences)
-        assert len(tokens) == 1
+@pytest.mark.parametrize("name", ["crossover", "context_length"])
+def test_a_length_changes_the_batch_and_not_the_tokens_of_a_step(name: str) -> None:
+    tokens = {config.seq_len * config.training.share(config.seq_len, World()).sequences for config in configs(name)}
+    assert len(tokens) == 1
 
 
 def test_every_context_length_is_evaluated_on_the_same_text() -> None:
     text = np.arange(200_000, dtype=np.uint32)
     evaluated = set()
-    for job in compose.jobs(["experiment=context_length"]):
-        config = compose.to_config(compose.composed(job))
+    for config in configs("context_length"):
         batch = config.training.batch_size, config.training.eval_batches, config.training.eval_span
         windows = eval_batches(text, config.seq_len, *batch)
         evaluated.add(tuple(torch.cat([targets.flatten() for _, targets, *_ in windows]).tolist()))
     assert len(evaluated) == 1
-
-
-@pytest.mark.parametrize(
-    ("overrides", "use"), [(["training.eval_span=1000"], 1024), (["seq_len=512,16384"], 16384)], ids=["span", "length"]
-)
-def test_a_span_that_a_length_does_not_divide_is_refused(overrides: list[str], use: int) -> None:
-    sentence = rf"eval_span=.* is not a multiple of seq_len=.*; use training\.eval_span={use}"
-    with pytest.raises(ConfigError, match=sentence):
-        prepare(["experiment=context_length", "training.batch_tokens=16384", *overrides])
 
 
 @pytest.mark.slow
@@ -80,19 +68,19 @@ def test_a_sweep_is_one_command_and_is_not_repeated(tmp_path: Path) -> None:
         *("data=text", f"data.path={tmp_path / 'text.txt'}", "data.tokenizer=bytes", "tracking.mode=disabled"),
         *("training.steps=2", "training.eval_every=0", "schedule.warmup_steps=0", "parity.every=1"),
     ]
-    command = [sys.executable, str(ROOT / "train.py"), "experiment=parity", "attention=tiled", "seed=1", *small]
+    command = [str(ROOT / "train.py"), "experiment=parity", "attention=tiled", "seed=1", *small]
 
     def sweep() -> str:
-        done = subprocess.run(command + again, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        done = started(*command, *again, folder=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     again: list[str] = []
     printed = sweep()
     (run,) = tmp_path.glob("multirun/*/*/0")
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["status"], summary["attention"], summary["parity"]["checks"]) == ("completed", "tiled", 2)
-    assert summary["config"]["tracking"]["group"] == f"parity-{run.parts[-3]}-{run.parts[-2]}"
+    found = summary(run)
+    assert (found["status"], found["attention"], found["parity"]["checks"]) == ("completed", "tiled", 2)
+    assert found["config"]["tracking"]["group"] == f"parity-{run.parts[-3]}-{run.parts[-2]}"
     assert f"python compare.py {run.parent.relative_to(tmp_path)}" in printed
 
     again = [f"hydra.sweep.dir={run.parent}"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -45,10 +43,8 @@ from recipe.training.parity_probe import ParityConfig
 from recipe.training.restoring import check_step_size
 from recipe.training.step import NonFiniteError, Trainer
 from tests.own_attention import ScalableSoftmax
-from tests.programs import losses, summary
+from tests.programs import ROOT, losses, started, summary
 from tests.wrong_attention import CLASSES, WRONG
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -117,9 +113,7 @@ def test_a_complete_run_whose_model_generates_no_text_says_so(
 def test_one_command_trains_on_real_text_and_prints_the_paths_of_its_results(tmp_path: Path, forked: None) -> None:
     small = ["data.max_tokens=200000", "seq_len=32", "model.n_layers=2", "model.n_embd=64", "training.steps=120"]
     quick = ["training.eval_every=60", "training.eval_batches=4", "schedule.warmup_steps=10", "tracking=disabled"]
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *small, *quick], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = started(ROOT / "train.py", *small, *quick, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("outputs/*/*-naive")
     assert f"run folder  {folder.relative_to(tmp_path)}" in done.stdout

@@ -15,8 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from recipe.distributed.ranks import RankError, _address, joined
 from recipe.distributed.world import World
 from recipe.errors import fail
-
-ROOT = Path(__file__).parents[3]
+from tests.programs import ROOT, started
 
 
 def free_port() -> str:
@@ -121,10 +120,8 @@ def test_torchrun_ends_with_the_sentence_of_the_rank_that_failed(monkeypatch, tm
 
 @pytest.mark.usefixtures("forked")
 def test_under_torchrun_a_mistake_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, ROOT / "train.py", "seq_len=abc", "device=cpu"], cwd=tmp_path, capture_output=True, text=True
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = started(*torchrun, ROOT / "train.py", "seq_len=abc", "device=cpu", folder=tmp_path)
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count("seq_len=abc is not a whole number") == 1
     assert not list(tmp_path.iterdir())

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from attention import IMPLEMENTATIONS, AttentionConfig, Score, build_attention
 from model.counting import num_parameters
@@ -27,8 +23,8 @@ from recipe.run.mistakes import mistakes
 from recipe.run.wording import expected
 from recipe.training.optimizer import OPTIMIZERS, SCHEDULES
 from tests import toy_llama
+from tests.programs import ROOT, started
 
-ROOT = Path(__file__).parents[3]
 FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
 
 
@@ -73,9 +69,7 @@ def test_every_experiment_may_be_cut_to_three_steps(name: str) -> None:
 
 def test_names_in_the_groups_are_those_of_the_registries() -> None:
     for group, names in (("attention", IMPLEMENTATIONS), ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
-        files = {file.stem: yaml.safe_load((CONF / file).read_text()) for file in FILES if file.parent == Path(group)}
-        assert set(files) == set(names)
-        assert all(content["name"] == stem for stem, content in files.items())
+        assert {file.stem for file in FILES if file.parent == Path(group)} == set(names)
 
 
 def test_values_in_the_files_are_the_defaults_of_the_code() -> None:
@@ -145,6 +139,8 @@ MISTAKES = {
     "optimizer.betas=[0.9]": "must be two numbers",
     "seed=-1": "seed=-1 must lie between 0",
     "seq_len=0": "seq_len=0 must be at least 1",
+    "experiment=context_length seq_len=512 training.eval_span=1000": "use training.eval_span=1024",
+    "experiment=context_length seq_len=16384 training.batch_tokens=16384": "multiple of .*; use .*=16384",
     "training.steps=-1": "training.steps=-1 must be at least 1",
     "training.residual_in_fp32=false device=cpu": r"no effect in fp32 \(.*=auto on cpu\); .*training.precision=bf16",
     "training.batch_tokens=1000": "is not a multiple of the 1536 .* use training.batch_tokens=1536",
@@ -197,6 +193,16 @@ MISTAKES = {
     "-m attention=glob(*)": r"^attention=glob\(\*\) names no single values",
     "-m seed=range(0,1000000000)": "^The sweep has more than 10,000 jobs; take fewer values",
     "experiment=parity model.n_heads=7": "not a multiple of model.n_heads=7",
+    "arena.seeds=3": r"arena.\* has no effect .* add experiment=arena",
+    "experiment=arena arena.seeds=1": "^arena.seeds=1 shows no spread between seeds; use 2 or more",
+    "experiment=arena arena.rules.margin=nan": "^arena.rules.margin=nan must lie above 0 and below 1",
+    "experiment=arena arena.rules.margin=5": "^arena.rules.margin=5 must lie above 0 and below 1",
+    "experiment=arena arena.rules.looks=0": "^arena.rules.looks=0 must be at least 1",
+    "experiment=arena arena.rules.first_seed=-1": "^arena.rules.first_seed=-1 must lie between 0 and",
+    "experiment=arena arena.lr=[1,-2]": r"^arena.lr=\[1.0, -2.0\] must hold different factors above 0",
+    "experiment=arena arena.lr=[1,1]": r"^arena.lr=\[1.0, 1.0\] must hold different factors above 0",
+    "experiment=arena seed=3": "an arena pairs its runs by seed; instead of seed=",
+    "experiment=arena optimizer.lr=1e-3,1e-2": "optimizer.lr=1e-3,1e-2 is more than one value",
 }
 
 
@@ -210,20 +216,42 @@ def test_a_mistake_is_refused_before_anything_is_done(arguments, sentence, here)
     assert not list(here.iterdir())
 
 
-@pytest.mark.parametrize("arguments", [["-m", "seed=1,2"], ["experiment=break_it"]])
-def test_ranks_that_would_each_start_a_sweep_are_refused(arguments, here, monkeypatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="2 ranks were started; start it without torchrun"):
-        prepare([*arguments, "device=cpu"])
+OF_RANKS = {
+    (1, "parallel.context=4"): "must divide the number of ranks, 1; use .*context=1, or start 4 ranks with torchrun",
+    (4, "parallel.context=3"): "use parallel.context=2, or start 3 ranks with torchrun --nproc-per-node 3",
+    (6, "parallel.context=4"): "use parallel.context=3, or start 4 ranks with torchrun --nproc-per-node 4",
+    (2, "parallel.context=0"): "parallel.context=0 must be at least 1",
+    (8, "parallel.context=8"): "seq_len=128 cannot be shared by parallel.context=8 ranks; use seq_len=256",
+    (2, "parallel.reshard_after_forward=false"): "has no effect on parallel.data=replicate",
+    (4, "training.batch_size=2 training.batch_tokens=512"): "is not a multiple of the 1024 tokens",
+    (2, "-m seed=1,2"): "2 ranks were started; start it without torchrun",
+    (2, "experiment=break_it"): "2 ranks were started; start it without torchrun",
+}
+
+
+@pytest.mark.parametrize(("ranks", "arguments"), OF_RANKS, ids=str)
+def test_what_these_ranks_cannot_do_is_refused(ranks: int, arguments: str, here, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with pytest.raises(UserError, match=OF_RANKS[ranks, arguments]) as raised:
+        prepare([*arguments.split(), "device=cpu"])
+    assert "\n" not in str(raised.value)
     assert not list(here.iterdir())
+
+
+SHARED = "parallel.context=2 training.batch_size=2 training.batch_tokens=512"
+
+
+@pytest.mark.parametrize(("ranks", "arguments"), [(3, ""), (3, "parallel.context=3 seq_len=288"), (4, SHARED)])
+def test_numbers_of_ranks_that_can_train(ranks: int, arguments: str, here, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    assert prepare([*arguments.split(), "device=cpu"])
 
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("arguments", [["model.n_heads=7", "seed=-1"], ["-m", "seq_len=abc,4"]])
 def test_mistakes_end_the_command_with_their_sentences_alone(arguments: list[str], tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, ROOT / "train.py", *arguments], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stdout == ""
+    done = started(ROOT / "train.py", *arguments, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
     sentences = done.stderr.splitlines()
     assert len(sentences) == (1 if "-m" in arguments else 2)
     assert all(sentence.startswith("error: ") for sentence in sentences)
@@ -245,19 +273,6 @@ def test_a_value_that_is_tried_changes_no_later_one() -> None:
     for _ in range(2):
         assert prepare(["score=bias", "score.learned.bias=[h,128]"])
         assert prepare(["score.learned=null"])
-
-
-def test_a_formula_has_quotes_on_the_command_line_and_none_in_a_file() -> None:
-    """A shell leaves the inner quotes to Hydra."""
-    line = shlex.split(
-        """'score.formula="s + bias[h, min(i - j, 127)]"' 'score.learned.bias={shape: [h, 128], init: 0}'"""
-    )
-    prepared = prepare(line)
-    assert isinstance(prepared, list)
-    given, file = composed(*prepared).score, composed("score=bias").score
-    assert given.formula == file.formula == "s + bias[h, min(i - j, 127)]"
-    assert given.learned == {"bias": {"shape": ["h", 128], "init": 0}}
-    assert "formula: s + bias" in (CONF / "score" / "bias.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -338,9 +353,7 @@ def test_a_sweep_has_every_combination_and_its_values_replace_those_of_the_exper
 
 @pytest.mark.usefixtures("forked")
 def test_help_names_groups_choices_and_overrides(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = started(ROOT / "train.py", "--help", folder=tmp_path)
     assert "attention: " in done.stdout
     assert ", tiled" in done.stdout
     # Every override that the help text mentions exists.

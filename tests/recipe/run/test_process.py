@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.programs import started
+
 PROGRAM = """
 import atexit, signal, sys
 from recipe.run import process
@@ -43,8 +41,7 @@ process.run(program)
     ],
 )
 def test_a_program_ends_as_python_would_end_it(end: str, status: int, error: str, torn_down: bool) -> None:
-    command = [sys.executable, "-c", PROGRAM.format(end=end)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = started("-c", PROGRAM.format(end=end))
     assert done.returncode == status
     assert done.stdout.split("\n")[:2] == ["begun", "at the end"]
     assert ("torn down" in done.stdout) == torn_down
@@ -53,13 +50,13 @@ def test_a_program_ends_as_python_would_end_it(end: str, status: int, error: str
 
 def test_ctrl_c_before_a_program_runs_ends_it_with_a_sentence() -> None:
     importing = PROGRAM.split("class Kept")[0] + "signal.raise_signal(signal.SIGINT)"
-    done = subprocess.run([sys.executable, "-c", importing], cwd=ROOT, capture_output=True, text=True)
+    done = started("-c", importing)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted: nothing was started\n")
 
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("program", ["train", "sample", "eval", "compare"])
 def test_a_script_with_lines_of_windows_is_named_in_a_sentence(program: str) -> None:
-    done = subprocess.run([sys.executable, f"{program}.py", "run=x\r"], cwd=ROOT, capture_output=True, text=True)
+    done = started(f"{program}.py", "run=x\r")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("error: run=x ends in a carriage return")

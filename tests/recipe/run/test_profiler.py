@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from recipe.run.profiler import (
     Profiler,
     summarise,
 )
+from tests.programs import started
 
 CPU = torch.device("cpu")
 
@@ -154,6 +153,5 @@ profiler.start()
 torch.ones(9).sum()
 profiler.stop()
 """
-    command, root = [sys.executable, "-c", script, str(tmp_path)], Path(__file__).parents[3]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout + done.stderr == ""
+    done = started("-c", script, tmp_path)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
