@@ -48,3 +48,8 @@ def losses(run: Path) -> list[tuple[int, Any, Any]]:
     """The step, the training loss and the validation loss of each line of a run's metrics.jsonl."""
     lines = read_metrics(run / "metrics.jsonl")
     return [(line["step"], line.get("train/loss"), line.get("val/loss")) for line in lines]
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    """Write other words into a file of text."""
+    path.write_text(path.read_text().replace(old, new))

@@ -32,6 +32,7 @@ from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import save_checkpoint
 from recipe.training.device import cpu_memory_limit
 from tests.limits import data_gib
+from tests.programs import summary
 
 TOKENIZER, T = bytes_tokenizer(), 24
 END = TOKENIZER.eot_token
@@ -81,7 +82,7 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 def evaluated(run: Path, *arguments: str) -> dict[str, Any]:
     eval.main([f"run={run}", "device=cpu", *arguments])
-    return json.loads((run / "summary.json").read_text())["eval"]
+    return summary(run)["eval"]
 
 
 @torch.no_grad()
@@ -167,22 +168,9 @@ def test_results_survive_a_later_part_that_does_not_fit_in_memory(tmp_path):
     sentence = r"batch=1 and seq_len=50000 does not fit in the memory"
     with cpu_memory_limit(data_gib() + 2), pytest.raises(UserError, match=sentence):
         evaluated(run, f"tasks={tasks}", *arguments)  # naive attention's scores: 9 GiB a head
-    assert list(json.loads((run / "summary.json").read_text())["eval"]) == ["a seq_len=50000"]
+    assert list(summary(run)["eval"]) == ["a seq_len=50000"]
     found = evaluated(run, "data=text", f"data.path={text}", "data.max_tokens=9", "seq_len=1_000_000")
     assert list(found.values())[-1]["tokens"] == 8  # no window is longer than the text
-
-
-def test_the_moving_average_of_the_weights_is_measured_on_request(tmp_path):
-    text, run = tmp_path / "book.txt", make_run(tmp_path / "run")
-    text.write_text("A line of text.\n" * 5)
-    arguments = ["data=text", f"data.path={text}", "weights=ema"]
-    with pytest.raises(UserError, match=r"has no moving average, as training\.ema was 0; leave weights=ema out"):
-        evaluated(run, *arguments)
-    weights = fresh("learned").state_dict()
-    state = {"model": {n: w / 2 for n, w in weights.items()}, "training": {f"average.{n}": weights[n] for n in weights}}
-    plain = evaluated(make_run(tmp_path / "other"), *arguments[:2])[str(text)]
-    save_checkpoint(run / "checkpoints", state, 6, keep_last=1, metadata={})
-    assert evaluated(run, *arguments)[f"{text} weights=ema"]["loss"] == plain["loss"]
 
 
 def test_documents_that_share_a_window_have_the_losses_of_documents_alone(tmp_path):
@@ -218,11 +206,11 @@ def test_results_add_to_the_summary_and_a_run_that_goes_on_keeps_none(run, tmp_p
     first, second = write(tmp_path / "a.jsonl", QUESTIONS[:1]), write(tmp_path / "b.jsonl", QUESTIONS[1:])
     evaluated(run, f"tasks={first}")
     assert list(evaluated(run, f"tasks={second}", "limit=1")) == ["a", "b limit=1"]
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["status"] == "completed"
-    assert summary["eval"]["b limit=1"]["n"] == 1
+    found = summary(run)
+    assert found["status"] == "completed"
+    assert found["eval"]["b limit=1"]["n"] == 1
     with locked(run):  # as training does
-        assert evaluated(run, f"tasks={first}", "limit=1") == summary["eval"]
+        assert evaluated(run, f"tasks={first}", "limit=1") == found["eval"]
     assert "is still running: the results are only printed" in capsys.readouterr().err
     (run / "summary.json").unlink()
     eval.main([f"run={run}", f"tasks={first}", "device=cpu"])
@@ -355,6 +343,10 @@ def test_bits_per_byte_of_a_text_without_spaces_are_finite_and_its_word_perplexi
         (
             ["data=text", "data.path=mixed.jsonl", "data.max_tokens=1"],
             "The text with data.max_tokens=1 has fewer than two",
+        ),
+        (
+            ["data=text", "data.path=mixed.jsonl", "weights=ema"],
+            "has no moving average, as training.ema was 0; leave weights=ema out",
         ),
         (["tasks=nowhere.jsonl"], r"tasks=nowhere.jsonl cannot be read \(No such file"),
         (["tasks=wrong.jsonl"], r"tasks=wrong.jsonl: line 2 has answer=2, which is none of its 2 choices; write"),

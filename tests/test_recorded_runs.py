@@ -24,10 +24,8 @@ import eval
 import sample
 from recipe.run.config import ConfigError
 from recipe.run.launch import prepare
-from recipe.run.metrics import read_metrics
-from tests.programs import train
+from tests.programs import ROOT, losses, rewrite, summary, train
 
-ROOT = Path(__file__).parents[1]
 ARCHIVE = ROOT / "tests" / "fixtures" / "runs-0.2.tar.xz"
 KINDS = ["causal", "formula", "documents", "muon", "ema", "scores", "sharded"]
 # alibi and soft_cap may round differently from one version to the next.
@@ -71,10 +69,9 @@ def assert_same(found: list[Any], recorded: dict[str, Any], kind: str, of: str) 
 
 def assert_continued(run: Path, recorded: dict[str, Any], kind: str) -> None:
     """The further steps have the losses that 550ba45 gets for them."""
-    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] > recorded["steps"]]
-    losses, validation = ([[x["step"], x[name]] for x in lines if name in x] for name in ("train/loss", "val/loss"))
-    assert_same(losses, recorded, kind, "losses")
-    assert_same(validation, recorded, kind, "val")
+    lines = [line for line in losses(run) if line[0] > recorded["steps"]]
+    assert_same([[step, loss] for step, loss, _ in lines if loss is not None], recorded, kind, "losses")
+    assert_same([[step, loss] for step, _, loss in lines if loss is not None], recorded, kind, "val")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,8 +89,7 @@ def test_a_sweep_does_not_go_on_with_other_defaults(folder: Path) -> None:
     common = json.loads((sweep / "sweep.json").read_text())["jobs"][0][2:]
     again = ["-m", "attention=naive,tiled", "seed=1,2", *common, f"hydra.sweep.dir={sweep}"]
     assert callable(prepare(again))  # what trains
-    config = sweep / "1" / ".hydra" / "config.yaml"
-    config.write_text(config.read_text().replace("positions: learned", "positions: rotary"))
+    rewrite(sweep / "1" / ".hydra" / "config.yaml", "positions: learned", "positions: rotary")
     with pytest.raises(ConfigError, match=r"sweep-again/1 has other defaults .* \(model\.positions='rotary'\), "):
         prepare(again)
 
@@ -120,7 +116,7 @@ def test_its_loss_is_the_recorded_one(kind: str, folder: Path, recorded: dict[st
     expected = recorded["kinds"][kind]["eval"]
     for name in expected:
         eval.main([f"run={kind}", "device=cpu", *name.split()[1:]])
-    measured = json.loads((folder / kind / "summary.json").read_text())["eval"]
+    measured = summary(folder / kind)["eval"]
     assert {name: result["loss"] for name, result in measured.items()} == pytest.approx(expected, rel=1e-5)
 
 

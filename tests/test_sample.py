@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 import triton
 from omegaconf import OmegaConf
 
-import sample
 from attention import IMPLEMENTATIONS, AttentionConfig, build_attention
 from attention.flash import paths
 from data.tokenizers import bpe_tokenizer, bytes_tokenizer, save_tokenizer
@@ -26,6 +23,7 @@ from recipe.training.device import cpu_memory_limit
 from sample import SampleConfig, main, parse
 from tests.limits import data_gib
 from tests.own_attention import ScalableSoftmax
+from tests.programs import rewrite
 from tests.recipe.infer.from_scratch import expected
 
 TOKENIZER = bytes_tokenizer()
@@ -91,8 +89,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(run):
 
 
 def test_a_configuration_of_another_model_is_refused(run):
-    path = run / ".hydra" / "config.yaml"
-    path.write_text(path.read_text().replace("n_layers: 1", "n_layers: 2"))
+    rewrite(run / ".hydra" / "config.yaml", "n_layers: 1", "n_layers: 2")
     with pytest.raises(ConfigError, match=r"step-00000005 does not hold the weights of the model in .*config\.yaml"):
         main([f"run={run}"])
 
@@ -118,8 +115,7 @@ def test_an_attention_that_reads_no_cache_is_named_and_leaves_decoding_to_anothe
 def own_attention(run, monkeypatch) -> Path:
     """The run, trained with an attention that computes another function."""
     monkeypatch.setitem(IMPLEMENTATIONS, ScalableSoftmax.name, ScalableSoftmax)
-    path = run / ".hydra" / "config.yaml"
-    path.write_text(path.read_text().replace("name: naive", f"name: {ScalableSoftmax.name}"))
+    rewrite(run / ".hydra" / "config.yaml", "name: naive", f"name: {ScalableSoftmax.name}")
     return run
 
 
@@ -145,10 +141,8 @@ def test_an_attention_of_another_function_is_neither_exchanged_nor_exported(own_
 
 
 def test_a_run_that_left_a_line_out_is_not_exported_as_if_it_had_not(run, tmp_path):
-    path = run / ".hydra" / "config.yaml"
-    path.write_text(
-        path.read_text().replace("name: naive", "name: tiled").replace("ablate: none", "ablate: no_rescaling")
-    )
+    rewrite(run / ".hydra" / "config.yaml", "name: naive", "name: tiled")
+    rewrite(run / ".hydra" / "config.yaml", "ablate: none", "ablate: no_rescaling")
     with pytest.raises(ConfigError, match=r"attention\.ablate=no_rescaling leaves out a line"):
         main([f"run={run}", f"export={tmp_path / 'exported'}"])
 
@@ -281,11 +275,6 @@ def test_a_run_is_exported_for_transformers_with_its_tokenizer_and_card(run, tmp
     assert 'model="mine")("The", max_new_tokens=8)' in card  # half of the model's context
 
 
-def test_a_prompt_that_is_no_text_is_refused(run):
-    with pytest.raises(ConfigError, match="prompt= is not UTF-8; repair it"):
-        main([f"run={run}", "prompt=a\udcff"])
-
-
 @pytest.mark.parametrize(
     ("folder", "reason"),
     [
@@ -332,6 +321,8 @@ def test_arguments_are_typed_and_a_prompt_is_taken_as_it_is():
             ["run=x", "prompts=y", "attention.precision=fp8"],
             "attention.precision=fp8 does not separate documents, and batch=32 prompts share a row .*; set batch=1",
         ),
+        (["run=x", "top_k=0"], "top_k=0 must be at least 1; null draws among all tokens"),
+        (["run=x", "prompt=a\udcff"], "prompt= is not UTF-8; repair it"),
         (["run=x", "checkpoint=last"], "checkpoint=last is not possible: .*best, newest"),
         (["run=/no/where"], r"run=/no/where is not a run folder, .*; name the folder that train.py printed"),
     ],
@@ -340,10 +331,3 @@ def test_arguments_that_cannot_be_meant_are_refused_in_one_sentence(arguments, s
     with pytest.raises(refusals(), match=sentence) as raised:
         main(arguments)
     assert "\n" not in str(raised.value)
-
-
-def test_failures_end_the_program_with_one_sentence(run, forked):
-    command = [sys.executable, sample.__file__, f"run={run}", "top_k=0"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: top_k=0 must be at least 1; null draws among all tokens.\n"

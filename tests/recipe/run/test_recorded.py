@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,8 +18,8 @@ from recipe.run.resume import recorded_overrides, resumed
 from recipe.run.run_folder import write_recorded
 from recipe.training.checkpoint import save_checkpoint
 from tests.data.test_untrusted import ALIASES
+from tests.programs import contents, train
 
-TRAIN = Path(__file__).parents[3] / "train.py"
 RUNS = "ran.txt"  # the file that a stranger's code would write
 
 
@@ -75,21 +72,16 @@ def test_a_recorded_override_that_is_no_plain_option_is_refused_and_does_nothing
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.usefixtures("forked")
-def test_resuming_a_strangers_run_is_refused_before_hydra_reads_its_overrides(run: Path) -> None:
+def test_resuming_a_strangers_run_is_refused_before_hydra_reads_its_overrides(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record(run, "seed=1337", HOSTILE[0])
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    done = subprocess.run(
-        [sys.executable, TRAIN, "resume=run", "device=cpu"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    (sentence,) = done.stderr.splitlines()
+    before = contents(run)
+    assert train("resume=run", "device=cpu") == 1
+    (sentence,) = capsys.readouterr().err.splitlines()
     assert sentence.startswith("error: run/.hydra/overrides.yaml holds +hydra.callbacks.x={_target_:torch.hub.load")
     assert not Path(RUNS).exists()
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert contents(run) == before
 
 
 @pytest.mark.parametrize("content", [ALIASES, "seed: 1", "- [seed=1]", "- 3", "", "a: b: c"], ids=lambda c: c[:9])

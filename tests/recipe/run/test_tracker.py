@@ -16,7 +16,7 @@ from rich.console import Console
 from recipe.compare.runs import read_run
 from recipe.run.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.run.progress import ProgressLine
-from recipe.run.summary import draw_loss_curve, git_state, write_summary
+from recipe.run.summary import draw_loss_curve, git, git_state, write_summary
 from recipe.run.tracker import Tracker, TrackingConfig, TrackingMode
 from tests.composing import as_it_is
 from tests.limits import files_limited_to
@@ -138,18 +138,12 @@ def test_a_summary_is_replaced_in_one_step(tmp_path: Path) -> None:
 
 
 def test_git_state_is_commit_and_whether_files_differ_from_it(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
-        identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
-        return subprocess.run(
-            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
     assert git_state(tmp_path / "nowhere") == {"commit": None, "dirty": None, "changes": None}
-    git("init", "-q")
+    git(tmp_path, "init", "-q")
     (tmp_path / "file").write_text("a")
-    git("add", "file")
-    git("commit", "-q", "-m", "first")
-    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False, "changes": None}
+    git(tmp_path, "add", "file")
+    git(tmp_path, "-c", "user.name=n", "-c", "user.email=e@x", "commit", "-q", "-m", "first")
+    assert git_state(tmp_path) == {"commit": git(tmp_path, "rev-parse", "HEAD"), "dirty": False, "changes": None}
     digests = set()
     # git does not know rows.py, and the last content is not UTF-8.
     for name, content in (("file", b"b"), ("rows.py", b"1"), ("rows.py", b"2"), ("file", b"d\xe9j\xe0")):

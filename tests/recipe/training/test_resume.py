@@ -24,7 +24,7 @@ from recipe.run.resume import check_resumable
 from recipe.training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
 from recipe.training.device import computing_with
 from tests import programs
-from tests.programs import contents, losses, summary
+from tests.programs import contents, losses, rewrite, summary
 
 ROOT = Path(__file__).parents[3]
 STEPS = 60
@@ -251,9 +251,7 @@ def test_with_rotary_positions_a_resumed_run_may_have_longer_sequences(runs: Pat
 
 
 def test_a_checkpoint_of_another_run_is_refused(runs: Path) -> None:
-    config = runs / "newer" / ".hydra" / "config.yaml"
-    config.write_text(config.read_text().replace("n_layers: 2", "n_layers: 3"))
-    overrides = runs / "newer" / ".hydra" / "overrides.yaml"
-    overrides.write_text(overrides.read_text().replace("model.n_layers=2", "model.n_layers=3"))
+    rewrite(runs / "newer" / ".hydra" / "config.yaml", "n_layers: 2", "n_layers: 3")
+    rewrite(runs / "newer" / ".hydra" / "overrides.yaml", "model.n_layers=2", "model.n_layers=3")
     with pytest.raises(ConfigError, match=r"n_layers=2 instead of .*n_layers=3; .* put the run's own checkpoints"):
         prepare(["resume=auto"])
