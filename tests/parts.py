@@ -1,7 +1,12 @@
-"""Models with many parts at once, for tests of code that has to support every part."""
+"""Models for tests: small ones, and some with many parts at once, for code that has to support every part."""
 
-from __future__ import annotations
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from attention import AttentionConfig, build_attention
+from model.gpt import GPT
 from model.options import (
     Activation,
     AttentionBias,
@@ -16,6 +21,7 @@ from model.options import (
     Scaling,
 )
 
+SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
 LLAMA = GPTConfig(
     n_layers=2,
     n_heads=4,
@@ -70,3 +76,28 @@ EVERYTHING = GPTConfig(
     mtp=0.3,
 )
 PARTS = {"llama": LLAMA, "gemma": GEMMA, "everything": EVERYTHING}
+
+
+def built(
+    config: GPTConfig = SMALL,
+    seq_len: int = 16,
+    vocab_size: int = 100,
+    name: str = "naive",
+    dropout: float = 0.0,
+    spread: float = 0.0,
+    **options: Any,
+) -> GPT:
+    """A model with dropout in its attention; the spread makes every parameter random, norms and mixing weights too."""
+    torch.manual_seed(0)
+    attend = build_attention(AttentionConfig(name, dropout=dropout))
+    model = GPT(config, vocab_size, seq_len, attend, **options)
+    with torch.no_grad():
+        for parameter in model.parameters() if spread else ():
+            parameter.add_(torch.randn_like(parameter), alpha=spread)
+    return model
+
+
+def window(B: int = 2, T: int = 16, vocab_size: int = 100, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random tokens (B, T), and those that follow each."""
+    tokens = torch.randint(vocab_size, (B, T + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from attention import AttentionConfig, Score, build_attention
+from attention import AttentionConfig, Score
 from data.batches import Batch
 from mixers import MixerError
 from mixers.layers import LinearAttention, Mamba2
 from model.attention import SelfAttention
 from model.counting import flops_per_token
-from model.gpt import GPT
 from model.mistakes import model_mistakes
 from model.options import GPTConfig, Mixing, Positions
 from model.score import ScoreConfig
@@ -33,21 +31,13 @@ from recipe.training.optimizer import OptimizerConfig
 from recipe.training.options import TrainingConfig
 from recipe.training.parity_probe import ParityConfig, check_parity
 from recipe.training.step import Trainer
+from tests.parts import built, window
 
 CPU = torch.device("cpu")
-T, VOCABULARY = 32, 100  # two chunks
+T = 32  # two chunks
 HYBRID = GPTConfig(n_layers=4, n_heads=4, n_embd=32, positions=Positions.rotary, layers=["gdn", "attention"])
 PURE = replace(HYBRID, positions=Positions.none, n_layers=2)
-
-
-def build(config: GPTConfig = HYBRID, dropout: float = 0.0, **options: Any) -> GPT:
-    torch.manual_seed(0)
-    return GPT(config, VOCABULARY, T, build_attention(AttentionConfig(dropout=dropout)), **options)
-
-
-def drawn(B: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(VOCABULARY, (B, T + 1), generator=torch.Generator().manual_seed(seed))
-    return tokens[:, :-1], tokens[:, 1:]
+build, drawn = partial(built, seq_len=T), partial(window, T=T)
 
 
 def test_the_pattern_is_repeated_and_scores_are_those_of_the_layers_with_attention() -> None:
@@ -98,7 +88,7 @@ def test_a_compiled_step_is_the_same_within_rounding_and_compiles_once(monkeypat
 def test_operations_are_those_of_the_recurrences_beside_the_matrices() -> None:
     model = build(replace(PURE, layers=["gdn", "mamba2"]))
     matrices = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and not n.endswith("conv.weight"))
-    matrices -= (len(model.wte.weight) - VOCABULARY) * 32
+    matrices -= (len(model.wte.weight) - 100) * 32
     recurrences = 6 * 4 * 6 * 12 + 4 * 8 * 16 * 8  # multiplications and additions with the states (K, V) of all heads
     assert flops_per_token(model, T, causal=True) == 6 * matrices + 3 * recurrences
 
@@ -130,7 +120,7 @@ def test_what_no_mixer_does_is_refused_in_a_sentence() -> None:
     (sentence,) = mistakes(config)
     assert sentence.startswith("model.layers needs parallel.data=replicate and parallel.context=1")
     with pytest.raises(WeightsError, match=r"No architecture of transformers has this model's model\.layers"):
-        describe(build(), attention_dropout=0.0)
+        describe(build(HYBRID), attention_dropout=0.0)
     assert len(attention_shape(Config(model=HYBRID), CPU, torch.float32).scores) == 2
     shape = attention_shape(Config(model=replace(PURE, layers=["kda"])), CPU, torch.float32)
     with pytest.raises(UserError, match=r"parity\.every compares attentions, and model\.layers has none"):

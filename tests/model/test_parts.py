@@ -5,26 +5,24 @@ from __future__ import annotations
 import random
 from dataclasses import fields, replace
 from enum import Enum
+from functools import partial
 from typing import Any, get_type_hints
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention import AttentionConfig, build_attention
 from attention.dropout import DropoutKey
 from model.counting import flops_per_token
 from model.further import further
-from model.gpt import GPT, Computation
+from model.gpt import Computation
 from model.loss import LossKind
 from model.options import (
     AttentionBias,
     GPTConfig,
     ModelError,
     Norm,
-    NormPlace,
     NormScale,
     Positions,
     Recompute,
@@ -34,26 +32,14 @@ from model.options import (
 from model.positions import attention_factor, frequencies
 from recipe.training.optimizer import hidden_matrices
 from tests.model.textbook import Textbook
-from tests.parts import EVERYTHING, GEMMA, LLAMA, PARTS
+from tests.parts import EVERYTHING, GEMMA, LLAMA, PARTS, SMALL, built, window
 
 VOCAB, T = 50, 12
 KEY = DropoutKey(torch.tensor(1), torch.tensor(2), 0, torch.tensor(3))
 
 
-def build(config: GPTConfig, *, vocab_size: int = VOCAB, name: str = "naive", **options: Any) -> GPT:
-    """With every parameter random, norms and mixing weights too."""
-    torch.manual_seed(0)
-    attend = build_attention(AttentionConfig(name, dropout=options.pop("dropout", 0.0)))
-    model = GPT(config, vocab_size, T, attend, **options)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
-
-
-def tokens(B: int = 2, vocab_size: int = VOCAB) -> tuple[Tensor, Tensor]:
-    drawn = torch.randint(vocab_size, (B, T + 1), generator=torch.Generator().manual_seed(0))
-    return drawn[:, :-1], drawn[:, 1:]
+build = partial(built, seq_len=T, vocab_size=VOCAB, spread=0.2)
+tokens = partial(window, T=T, vocab_size=VOCAB)
 
 
 def random_config(seed: int) -> GPTConfig:
@@ -184,7 +170,7 @@ def test_the_residual_stream_has_the_precision_that_was_asked_for(config, half, 
 @pytest.mark.parametrize("config", PARTS.values(), ids=PARTS)
 def test_flops_per_token_are_those_that_torch_counts(config):
     model = build(config, vocab_size=64, computation=Computation(loss=LossKind.plain))
-    inputs, targets = tokens(3, 64)
+    inputs, targets = tokens(3, vocab_size=64)
     after = further(inputs, targets) if config.mtp else None
     with FlopCounterMode(display=False) as counter:
         model.objective(model(inputs, targets, further=after)).backward()
@@ -194,9 +180,7 @@ def test_flops_per_token_are_those_that_torch_counts(config):
 @pytest.mark.parametrize("loss", [LossKind.plain, LossKind.chunked])
 @pytest.mark.parametrize("tied", [False, True])
 def test_padding_rows_stay_zero_in_embedding_and_head(tied, loss):
-    torch.manual_seed(0)
-    config = replace(EVERYTHING, tied=tied)
-    model = GPT(config, VOCAB, T, build_attention(AttentionConfig()), Computation(loss=loss))
+    model = built(replace(EVERYTHING, tied=tied), T, VOCAB, computation=Computation(loss=loss))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     inputs, targets = tokens()
     for _ in range(2):
@@ -239,7 +223,6 @@ def test_a_vocabulary_may_be_larger_than_the_tokenizers():
         build(replace(GEMMA, vocab_size=40))
 
 
-SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
 ROTARY = GPTConfig(n_layers=4, n_heads=4, n_embd=32, positions=Positions.rotary)
 
 
@@ -286,10 +269,3 @@ def test_parts_that_do_not_fit_together_are_refused_in_one_sentence(config, chan
     else:
         with pytest.raises(ModelError, match=sentence):
             build(replace(config, **change))
-
-
-def test_norms_may_come_after_or_on_both_sides_of_a_sub_layer_under_gpt2s_names():
-    names = {place: {n for n, _ in build(replace(LLAMA, norm_place=place)).named_parameters()} for place in NormPlace}
-    before, after = ({f"h.{i}.ln_{n}{out}.weight" for i in (0, 1) for n in (1, 2)} for out in ("", "_out"))
-    assert names[NormPlace.both] - names[NormPlace.before] == after
-    assert names[NormPlace.both] - names[NormPlace.after] == before

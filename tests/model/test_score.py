@@ -7,26 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention import AttentionConfig, Layout, Score, ScoreError, build_attention
+from attention import Layout, Score, ScoreError
 from model.attention import Surroundings
 from model.counting import flops_per_token
-from model.gpt import GPT
-from model.options import GPTConfig, Positions
+from model.options import Positions
 from model.score import ScoreConfig, describe_score, layer_scores, score_mistakes
 from recipe.errors import sentence_of
 from recipe.training.optimizer import OPTIMIZERS, OptimizerConfig
+from tests.parts import SMALL, built, window
 
-SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
+TOKENS, _ = window()
 WINDOW_AND_FULL = ScoreConfig("gemma2", window=3, soft_cap=20.0, layers=[{}, {"window": None}])
-
-
-def build(config: GPTConfig = SMALL, name: str = "naive", seq_len: int = 16, **options) -> GPT:
-    torch.manual_seed(0)
-    return GPT(config, 100, seq_len, build_attention(AttentionConfig(name)), **options)
-
-
-def tokens(B: int = 2, T: int = 16) -> torch.Tensor:
-    return torch.randint(100, (B, T), generator=torch.Generator().manual_seed(0))
 
 
 def test_a_pattern_is_repeated_over_the_layers():
@@ -63,11 +54,11 @@ def test_all_that_is_wrong_with_a_score_is_reported_once():
 @pytest.mark.parametrize("name", ["naive", "tiled"])
 def test_keys_that_the_first_layer_does_not_see_arrive_through_the_second(name):
     """Two windows of three reach four tokens back; with a full second layer, to the start."""
-    changed = tokens()
+    changed = TOKENS.clone()
     changed[:, 4] = (changed[:, 4] + 1) % 100
     for score, reach in ((ScoreConfig(window=3), 4), (WINDOW_AND_FULL, 16)):
-        model = build(name=name, score=score).eval()
-        differs = (model(tokens()) != model(changed)).any(-1).any(0)
+        model = built(name=name, score=score).eval()
+        differs = (model(TOKENS) != model(changed)).any(-1).any(0)
         assert not differs[:4].any()
         assert differs[4 : min(4 + reach + 1, 16)].all()
         assert not differs[4 + reach + 1 :].any()
@@ -76,7 +67,7 @@ def test_keys_that_the_first_layer_does_not_see_arrive_through_the_second(name):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("dtype", "half"), [(torch.float32, True), (torch.float64, False)])
 def test_queries_are_normalised_in_the_precision_of_the_weights(dtype, half):
-    model, x, seen = build(replace(SMALL, qk_norm=True)).to(dtype), torch.randn(2, 16, 32, dtype=dtype), []
+    model, x, seen = built(replace(SMALL, qk_norm=True)).to(dtype), torch.randn(2, 16, 32, dtype=dtype), []
 
     def spy(q, k, v, **options):
         seen.append(q)
@@ -93,8 +84,8 @@ def test_queries_are_normalised_in_the_precision_of_the_weights(dtype, half):
 
 @pytest.mark.parametrize("name", ["naive", "tiled"])
 def test_sinks_are_learned_and_do_not_decay(name):
-    model = build(name=name, score=ScoreConfig(sinks=True))
-    model(tokens(), tokens()).backward()
+    model = built(name=name, score=ScoreConfig(sinks=True))
+    model(TOKENS, TOKENS).backward()
     sinks = [model.get_parameter(f"h.{layer}.attn.sinks") for layer in (0, 1)]
     assert all(sink.shape == (4,) and sink.grad is not None and sink.grad.abs().min() > 0 for sink in sinks)
     optimizer = OPTIMIZERS["adamw"](model, OptimizerConfig())
@@ -107,19 +98,19 @@ def test_sinks_are_learned_and_do_not_decay(name):
 def test_documents_of_a_row_are_what_they_are_alone(name, positions):
     """With positions that restart, each document of a packed row has the logits that it has alone."""
     config = replace(SMALL, positions=positions)
-    model = build(config, name, documents=True, restart_positions=True).eval()
+    model = built(config, name=name, documents=True, restart_positions=True).eval()
     starts = torch.tensor([[0] * 5 + [5] * 1 + [6] * 10, [0] * 16], dtype=torch.int32)
-    packed = model(tokens(), document_starts=starts)
+    packed = model(TOKENS, document_starts=starts)
     for row, first, last in ((0, 0, 5), (0, 5, 6), (0, 6, 16), (1, 0, 16)):
-        torch.testing.assert_close(packed[row, first:last], model(tokens()[row : row + 1, first:last])[0])
-    masked = build(config, name, documents=True).eval()(tokens(), document_starts=starts)
+        torch.testing.assert_close(packed[row, first:last], model(TOKENS[row : row + 1, first:last])[0])
+    masked = built(config, name=name, documents=True).eval()(TOKENS, document_starts=starts)
     torch.testing.assert_close(masked[0, :5], packed[0, :5])
     if positions is Positions.learned:  # rotary positions are relative
         assert not torch.allclose(masked[0, 6:], packed[0, 6:])
 
 
 def test_flops_count_what_the_layers_see():
-    causal, windowed = build(seq_len=64), build(seq_len=64, score=WINDOW_AND_FULL)
+    causal, windowed = built(seq_len=64), built(seq_len=64, score=WINDOW_AND_FULL)
     none, full = flops_per_token(causal, 0, causal=True), flops_per_token(causal, 64, causal=False)
     assert flops_per_token(windowed, 64, causal=False) == full
     # One of the two layers sees half of the keys, the other a band of three.

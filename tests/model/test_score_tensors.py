@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,29 +11,21 @@ from torch import Tensor
 
 from attention import AttentionConfig, Score, ScoreError, build_attention
 from model import score_tensors
-from model.gpt import GPT
 from model.options import GPTConfig
 from model.score import ScoreConfig
 from model.score_tensors import ForgetGate, ScoreTensors
+from tests.parts import built, window
 
-SMALL = GPTConfig(n_layers=1, n_heads=2, n_embd=16)
-
-
-def build(score: ScoreConfig, name: str = "tiled") -> GPT:
-    torch.manual_seed(0)
-    return GPT(SMALL, 100, 16, build_attention(AttentionConfig(name)), score=score)
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(0))
+build = partial(built, GPTConfig(n_layers=1, n_heads=2, n_embd=16), name="tiled")
+TOKENS, _ = window()
 
 
 def test_learned_tensors_and_gates_receive_gradients():
     bias = ScoreConfig(formula="s + bias[h, min(i - j, 7)]", learned={"bias": {"shape": ["h", 8], "init": 0.5}})
     gates = ScoreConfig(formula="s + c[h, i] - c[h, j]", tensors={"c": "model.forget_gate"})
     for score in (bias, gates):
-        model = build(score)
-        model(tokens(), tokens()).backward()
+        model = build(score=score)
+        model(TOKENS, TOKENS).backward()
         added = {name: x for name, x in model.named_parameters() if "formula" in name}
         assert added
         assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in added.values())
@@ -76,13 +70,13 @@ def test_after_a_million_tokens_gates_are_right_to_a_hundred_thousandth(name: st
 
 
 def test_a_model_computes_with_sums_in_parts_from_some_length_on(monkeypatch: pytest.MonkeyPatch):
-    model = build(ScoreConfig(formula=str(GATES.formula), tensors={"c": score_tensors.FORGET_GATE}))
-    model(tokens(), tokens()).backward()
+    model = build(score=ScoreConfig(formula=str(GATES.formula), tensors={"c": score_tensors.FORGET_GATE}))
+    model(TOKENS, TOKENS).backward()
     before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    loss = model(tokens(), tokens()).item()
+    loss = model(TOKENS, TOKENS).item()
     monkeypatch.setattr(score_tensors, "LONGEST_SUM", 15)
     model.zero_grad()
-    in_parts = model(tokens(), tokens())
+    in_parts = model(TOKENS, TOKENS)
     in_parts.backward()
     after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert in_parts.item() == pytest.approx(loss, abs=1e-6)
@@ -98,9 +92,9 @@ def test_other_formulas_of_a_sum_read_it_whole(formula: str):
 
 
 def test_alibi_by_formula_is_alibi():
-    by_name = build(ScoreConfig(alibi=True))
-    by_formula = build(ScoreConfig(formula="s - m[h] * (i - j)", tensors={"m": "alibi_slopes"}))
-    torch.testing.assert_close(by_formula(tokens()), by_name(tokens()))
+    by_name = build(score=ScoreConfig(alibi=True))
+    by_formula = build(score=ScoreConfig(formula="s - m[h] * (i - j)", tensors={"m": "alibi_slopes"}))
+    torch.testing.assert_close(by_formula(TOKENS), by_name(TOKENS))
 
 
 @pytest.mark.parametrize(
@@ -127,4 +121,4 @@ def test_alibi_by_formula_is_alibi():
 )
 def test_tensors_that_nothing_gives_are_refused_when_the_model_is_built(score, complaint):
     with pytest.raises(ScoreError, match=complaint):
-        build(score)
+        build(score=score)

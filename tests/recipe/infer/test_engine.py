@@ -20,7 +20,7 @@ from model.score import ScoreConfig
 from recipe.infer.generation import Engine, GenerationError, Request, Sampling, engine, generate
 from recipe.infer.generation.sampling import Noise
 from tests.own_attention import ScalableSoftmax
-from tests.parts import EVERYTHING, LLAMA
+from tests.parts import EVERYTHING, LLAMA, built
 from tests.recipe.infer.from_scratch import expected, logits_of
 
 LEARNED = GPTConfig(n_layers=2, n_heads=4, n_embd=32, bias=True)
@@ -35,12 +35,7 @@ TOKENS = 130  # with a prompt of 70 more than three pages
 def build(
     config: GPTConfig = LEARNED, score: ScoreConfig | None = None, seq_len: int = 256, name: str = "naive"
 ) -> GPT:
-    torch.manual_seed(0)
-    model = GPT(config, VOCABULARY, seq_len, build_attention(AttentionConfig(name)), score=score)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    return model.eval()
+    return built(config, seq_len, VOCABULARY, name, spread=0.2, score=score).eval()
 
 
 def drained(engine: Engine) -> list[list[int]]:

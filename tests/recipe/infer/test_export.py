@@ -14,7 +14,6 @@ import pytest
 import tokenizers
 import torch
 
-from attention import AttentionConfig, build_attention
 from data.own_tokenizer import OwnTokenizer
 from data.tokenizers import Tokenizer, bpe_tokenizer, bytes_tokenizer, gpt2_tokenizer, train_bpe
 from model.gpt import GPT
@@ -25,6 +24,7 @@ from recipe.infer.generation.text import stream
 from recipe.infer.huggingface.export import export, to_tokenizers
 from recipe.infer.huggingface.loading import load
 from recipe.infer.huggingface.settings import WeightsError
+from tests.parts import built
 
 transformers = pytest.importorskip("transformers")
 
@@ -61,11 +61,8 @@ def tokenizer(name: str) -> Tokenizer:
 
 def build(config: GPTConfig, score: ScoreConfig | None = None, vocab_size: int = 257) -> GPT:
     """Every parameter random, biases too."""
-    torch.manual_seed(0)
-    model = GPT(config, vocab_size, SEQ_LEN, build_attention(AttentionConfig()), score=score).eval()
+    model = built(config, SEQ_LEN, vocab_size, spread=0.2, score=score).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
         # Else the tied embedding makes the last token the likeliest again and again.
         model.get_parameter("ln_f.weight").normal_()
         model.wte.weight[vocab_size:] = 0
