@@ -12,22 +12,15 @@ import pytest
 
 from compare import main
 from recipe.compare.arena_page import added_too_often, arena_headline, go_on, skewed, write_arena_report
-from recipe.compare.arena_results import Arena, compare_arms
 from recipe.compare.page import Report
 from recipe.compare.runs import find_runs
 from recipe.errors import UserError
-from recipe.run.plan import read_plan
+from tests.recipe.compare.reading import arena_of, edit, plan_of, rows_of
 from tests.recipe.compare.synthetic_arena import losses_of, write_arena
 from tests.recipe.compare.test_arena_results import DIVERGED
 from tests.recipe.compare.test_page import needs_browser, open_in_browser
 
 EFFECTS = {"causal": 0.0, "alibi": -0.1, "window": 0.05, "sinks": 1e-5, "odd <b>&|*arm*": 0.011}
-
-
-def arena_of(folder: Path) -> Arena:
-    plan = read_plan(folder)
-    assert plan is not None
-    return compare_arms(plan, find_runs([folder]).runs)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(folder: Path) -> Report:
-    plan = read_plan(folder)
-    assert plan is not None
-    return write_arena_report(find_runs([folder]), plan, folder, folder / "report")
+    return write_arena_report(find_runs([folder]), plan_of(folder), folder, folder / "report")
 
 
 def test_the_headline_and_a_line_for_each_arm_give_the_answer(report: Report) -> None:
@@ -60,7 +51,7 @@ def test_the_headline_and_a_line_for_each_arm_give_the_answer(report: Report) ->
     assert said["alibi"].startswith("better, -0.1")
     assert said["window"].startswith("worse, +0.0")
     arms = next(table for table in report.sections[0].tables if table.name == "arms")
-    row = dict(zip(arms.columns, arms.rows[-1], strict=True))
+    row = rows_of(arms)[-1]
     assert (row["verdict"], row["seeds"]) == ("undecided", "6, 1 diverged")
 
 
@@ -137,13 +128,8 @@ def test_arms_that_solve_a_task_are_judged_by_their_answers(tmp_path: Path) -> N
     """Their losses differ; what counts is that both give every right answer."""
     folder = write_arena(tmp_path, {"full": 0.0, "window": 0.3})
     for path in folder.glob("*/summary.json"):
-        summary = json.loads(path.read_text())
-        summary["config"]["data"]["name"] = "mqar"
-        path.write_text(json.dumps(summary))
-        metrics = path.with_name("metrics.jsonl")
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        lines[-1]["probe/mqar"] = 0.999
-        metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        path.write_text(path.read_text().replace('"name": "stdlib"', '"name": "mqar"'))
+        edit(path.parent, lambda line: line | {"probe/mqar": 0.999})
     arena = arena_of(folder)
     assert arena_headline(arena).text == "both solve mqar (6 seeds)"
     assert arena.comparisons[0].verdict.value == "equivalent"

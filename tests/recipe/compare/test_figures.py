@@ -14,14 +14,13 @@ from matplotlib.figure import Figure
 
 from recipe.compare.figures import charts
 from recipe.compare.parity import judge
-from recipe.compare.runs import find_runs
-from recipe.compare.sweeps import sweeps_of
 from recipe.drawing import _RC, COLOURS, WIDTH, Chart, styles
+from tests.recipe.compare.reading import only_sweep
 from tests.recipe.compare.synthetic import write_run
 
 
 def charts_of(folder: Path) -> dict[str, Chart]:
-    (sweep,) = sweeps_of(find_runs([folder]).runs)
+    sweep = only_sweep(folder)
     return {chart.name: chart for chart in charts(sweep, judge(sweep.cells))}
 
 

@@ -14,24 +14,15 @@ from recipe.compare.costs import crossovers, ranking, same_tokens
 from recipe.compare.headline import Headline, headline
 from recipe.compare.parity import judge
 from recipe.compare.runs import find_runs
-from recipe.compare.sweeps import Sweep, labels_of, sweeps_of
-from recipe.compare.tables import Table, ablation_table, cell_table, run_table
+from recipe.compare.sweeps import labels_of
+from recipe.compare.tables import ablation_table, cell_table, run_table
+from tests.recipe.compare.reading import only_sweep, rows_of
 from tests.recipe.compare.synthetic import write_run
-
-
-def only_sweep(folder: Path) -> Sweep:
-    (sweep,) = sweeps_of(find_runs([folder]).runs)
-    return sweep
 
 
 def headline_of(folder: Path) -> Headline:
     sweep = only_sweep(folder)
     return headline(sweep, judge(sweep.cells), "naive")
-
-
-def rows_of(table: Table | None) -> list[dict[str, str]]:
-    assert table is not None
-    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
 def write_losses(folder: Path, losses: Mapping[float, tuple[float, ...]]) -> None:
@@ -180,9 +171,8 @@ def test_an_ablation_shows_its_effect_on_training_and_on_the_output(tmp_path: Pa
     assert headline_of(tmp_path).text == expected
     outcomes = {row["implementation"].split()[-1]: row["outcome"] for row in rows_of(cell_table(sweep))}
     assert outcomes == {"tiled": "-", "no_rescaling": "-", "no_max_subtraction": "not finite at step 31"}
-    found = ablation_table(sweep.runs)
-    assert found is not None
-    assert ("no_rescaling", "fp16", "(0, 1)", "3", "finite", "3.2") in found.rows
+    shown = [tuple(row.values()) for row in rows_of(ablation_table(sweep.runs))]
+    assert ("no_rescaling", "fp16", "(0, 1)", "3", "finite", "3.2") in shown
 
 
 def test_the_table_of_runs_shows_how_they_ended_and_the_loss_of_each_corpus(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from recipe.compare.page import subtitle, write_report
 from recipe.compare.runs import Run, RunSet, find_runs
 from recipe.compare.sweeps import places, sweeps_of
+from tests.recipe.compare.reading import only_sweep
 from tests.recipe.compare.synthetic import write_run
 
 OPTIONS: dict[str, list[Any]] = {
@@ -97,8 +98,9 @@ def test_a_label_says_what_distinguishes_a_setting(
 ) -> None:
     for n, overrides in enumerate(swept.values()):
         write_run(tmp_path / str(n), overrides=overrides)
-    (sweep,) = sweeps_of(find_runs([tmp_path]).runs)
-    assert [cell.where for cell in sorted(sweep.cells, key=lambda cell: cell.runs[0].name)] == list(swept)
+    assert [cell.where for cell in sorted(only_sweep(tmp_path).cells, key=lambda cell: cell.runs[0].name)] == list(
+        swept
+    )
 
 
 def test_the_subtitle_names_what_was_trained(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from recipe.compare.runs import find_runs, read_run
 from recipe.compare.sweeps import cells_of
 from recipe.compare.tables import parity_table
 from recipe.compare.verdict import Gap, NotFinite, Outcome, Verdict
+from tests.recipe.compare.reading import Line, edit, rows_of
 from tests.recipe.compare.synthetic import ERRORS, write_run
 
 
@@ -22,12 +24,12 @@ def judged(folder: Path, reference: str = "naive") -> list[Verdict]:
     return judge(cells_of(find_runs([folder]).runs), reference)
 
 
-def only(folder: Path, reference: str = "naive") -> Verdict:
+def only(folder: Path, reference: str = "naive") -> Any:
     (verdict,) = judged(folder, reference)
     return verdict
 
 
-def sweep(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), other: str = "flash", **options: object) -> Verdict:
+def sweep(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), other: str = "flash", **options: object) -> Any:
     """The verdict on one other implementation, which has the options, next to naive with the same seeds."""
     shared = {key: value for key, value in options.items() if key in ("precision", "steps")}
     for seed in seeds:
@@ -46,9 +48,7 @@ def three(tmp_path: Path) -> Path:
 
 def row_of(verdict: Verdict) -> dict[str, str]:
     """The row of an implementation in the table of verdicts."""
-    found = parity_table([verdict], "naive")
-    assert found is not None
-    return dict(zip(found.columns, found.rows[0], strict=True))
+    return rows_of(parity_table([verdict], "naive"))[0]
 
 
 @pytest.mark.parametrize(("precision", "chaos"), [("bf16", 1), ("bf16", 100), ("fp32", 1), ("fp32", 100)])
@@ -64,16 +64,12 @@ def test_a_correct_implementation_passes(tmp_path: Path, precision: str, chaos: 
 def test_a_wrong_implementation_is_caught(tmp_path: Path, error: str, precision: str) -> None:
     verdict = sweep(tmp_path, (0, 10), error=error, precision=precision)
     assert verdict.outcome is Outcome.broken
-    assert verdict.probe is not None
     assert verdict.probe.ratio > 10
 
 
 def test_the_table_shows_what_was_measured(tmp_path: Path) -> None:
     verdict = sweep(tmp_path)
     assert verdict.outcome is Outcome.holds
-    assert verdict.curve is not None
-    assert verdict.final is not None
-    assert verdict.probe is not None
     row = row_of(verdict)
     assert row["same weights"] == f"{verdict.probe.ratio:.2g}"
     assert row["curve"] == f"{100 * (verdict.curve.ratio or 0):.2g} %"
@@ -111,7 +107,6 @@ def test_a_curve_further_away_than_the_seeds_are_is_broken_even_where_no_probe_r
     shift(write_run(three / "flash", "flash", 1, probe_every=0), "train/loss", 0.4, after=200)
     verdict = only(three)
     assert verdict.outcome is Outcome.broken
-    assert verdict.curve is not None
     assert verdict.curve.step > 200
     assert row_of(verdict)["where"] == f"curve: step {verdict.curve.step}"
 
@@ -123,16 +118,12 @@ def test_a_loss_that_differs_from_the_start_is_broken_though_the_probe_agrees(tm
         shift(write_run(tmp_path / f"flash-{seed}", "flash", seed, precision="fp32"), "val/loss", 0.02)
     verdict = only(tmp_path)
     assert verdict.outcome is Outcome.broken
-    assert verdict.probe is not None
     assert verdict.probe.agrees
-    assert verdict.final is not None
     assert (row_of(verdict)["final losses"], verdict.final.amplified) == ("0.02", False)
 
 
 def test_rounding_that_training_amplified_is_accepted_and_explained(tmp_path: Path) -> None:
     verdict = sweep(tmp_path, precision="fp32", chaos=100)
-    assert verdict.final is not None
-    assert verdict.final.floor is not None
     assert verdict.final.difference > verdict.final.floor > 0
     assert verdict.outcome is Outcome.holds
     assert verdict.final.amplified
@@ -144,9 +135,12 @@ def test_curves_that_cross_are_no_evidence_against_an_implementation(tmp_path: P
         write_run(tmp_path / f"flash-{seed}", "flash", seed)
         write_run(tmp_path / f"naive-{seed}", "naive", seed)
     same = json.loads((tmp_path / "naive-1" / "metrics.jsonl").read_text().splitlines()[20])
-    for name, apart in (("naive-2", 0.0), ("flash-2", 1e-4)):
-        crossing = {"train/loss": same["train/loss"] + apart}
-        edit(tmp_path / name, lambda line, crossing=crossing: line | (crossing if line["step"] == same["step"] else {}))
+
+    def cross(line: Line, apart: float) -> Line:
+        return line | ({"train/loss": same["train/loss"] + apart} if line["step"] == same["step"] else {})
+
+    edit(tmp_path / "naive-2", partial(cross, apart=0.0))
+    edit(tmp_path / "flash-2", partial(cross, apart=1e-4))
     assert only(tmp_path).outcome is Outcome.holds
 
 
@@ -190,9 +184,7 @@ def test_a_probe_speaks_of_its_reference_alone_also_where_that_did_not_run(tmp_p
 def test_an_interrupted_run_is_compared_as_far_as_it_got(three: Path) -> None:
     write_run(three / "flash", "flash", 1, status="interrupted", stop=230)
     verdict = only(three)
-    assert verdict.curve is not None
     assert verdict.curve.step <= 230
-    assert verdict.final is not None
     ours, theirs = (read_run(three / name).series("val/loss").values[4] for name in ("flash", "naive-1"))
     assert verdict.final.difference == abs(ours - theirs)  # at step 200, the last evaluation that both have
     assert verdict.outcome is Outcome.holds
@@ -200,8 +192,7 @@ def test_an_interrupted_run_is_compared_as_far_as_it_got(three: Path) -> None:
 
 def test_the_spread_is_the_distance_of_every_pair_of_seeds(three: Path) -> None:
     runs = find_runs([three]).runs
-    spread = seed_spread(runs)
-    assert spread is not None
+    spread: Any = seed_spread(runs)
     curves = np.array([run.series("train/loss").values for run in runs])
     squares = [(a - b) ** 2 for a, b in itertools.combinations(curves, 2)]
     half = window_of(curves.shape[1]) // 2
@@ -209,15 +200,8 @@ def test_the_spread_is_the_distance_of_every_pair_of_seeds(three: Path) -> None:
     np.testing.assert_allclose(spread.values, expected)
 
 
-def edit(folder: Path, change: object) -> None:
-    """Rewrite each line of metrics.jsonl."""
-    path = folder / "metrics.jsonl"
-    lines = [change(json.loads(line)) for line in path.read_text().splitlines()]  # type: ignore[operator]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def shift(folder: Path, metric: str, by: float, after: int = -1) -> None:
-    def change(line: dict[str, float]) -> dict[str, float]:
+    def change(line: Line) -> Line:
         return line | {metric: line[metric] + by} if metric in line and line["step"] > after else line
 
     edit(folder, change)
