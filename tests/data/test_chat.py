@@ -47,6 +47,19 @@ def data(tmp_path_factory) -> PreparedData:
     return prepared(tmp_path_factory.mktemp("chat"), LINES)
 
 
+def by_transformers(theirs: Any, messages: Any, **more: Any) -> tuple[list[int], list[int]]:
+    """The tokens of a conversation, and whether each is of an answer."""
+    found = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **more)
+    return found["input_ids"], found["assistant_masks"]
+
+
+def documents_of(split: Any) -> list[tuple[list[int], list[int]]]:
+    """The tokens of each prepared conversation, and whether each is learned."""
+    stops = np.append(split.documents[1:] - 1, len(split.tokens))
+    bounds = zip(split.documents, stops, strict=True)
+    return [(split.tokens[a:b].tolist(), split.answers[a:b].tolist()) for a, b in bounds]
+
+
 def packed(data: PreparedData, seq_len: int = 128) -> PackedRows:
     return PackedRows(data.train, seq_len, data.tokenizer.eot_token)
 
@@ -54,33 +67,24 @@ def packed(data: PreparedData, seq_len: int = 128) -> PackedRows:
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_tokens_and_answers_are_those_of_transformers(template, tmp_path):
     data = prepared(tmp_path, LINES, template)
-    theirs: Any = tokenizer(template)
-    found = []
-    for split in (data.train, data.val):
-        assert split.answers is not None
-        stops = np.append(split.documents[1:] - 1, len(split.tokens))
-        found += [(split.tokens[a:b], split.answers[a:b]) for a, b in zip(split.documents, stops, strict=True)]
+    theirs, found = tokenizer(template), [*documents_of(data.train), *documents_of(data.val)]
     assert len(data.val.documents) == 4
-    for line, (tokens, answers) in zip(LINES, found, strict=True):
-        right = theirs.apply_chat_template(line["messages"], return_dict=True, return_assistant_tokens_mask=True)
-        assert tokens.tolist() == right["input_ids"]
-        assert answers.tolist() == right["assistant_masks"]
+    assert found == [by_transformers(theirs, line["messages"]) for line in LINES]
 
 
 def test_an_epoch_has_every_conversation_once_and_learns_its_answers_alone(data):
     rows = packed(data)
-    theirs: Any = tokenizer()
     expected = []
     for line in LINES[:36]:
-        of = theirs.apply_chat_template(line["messages"], return_dict=True, return_assistant_tokens_mask=True)
-        pairs = zip(of["input_ids"][1:], of["assistant_masks"][1:], strict=True)
-        expected.append((of["input_ids"][:-1], [token if answers else -100 for token, answers in pairs]))
+        tokens, answers = by_transformers(tokenizer(), line["messages"])
+        pairs = zip(tokens[1:], answers[1:], strict=True)
+        expected.append((tokens[:-1], [token if answer else -100 for token, answer in pairs]))
     batches, found = ChatBatches(rows, GlobalBatch(1), seed=3), []
     for step in range(len(rows.rows)):
-        (inputs, *_), (targets, *_), starts, learned = batches.stored(step).widened()
-        assert starts is not None
-        assert learned == (targets >= 0).sum()
-        cuts = [*np.unique(starts[0]).tolist(), len(inputs)]
+        batch: Any = batches.stored(step).widened()
+        inputs, targets = batch.inputs[0], batch.targets[0]
+        assert batch.learned == (targets >= 0).sum()
+        cuts = [*np.unique(batch.document_starts[0]).tolist(), len(inputs)]
         pieces = [(inputs[a:b].tolist(), targets[a:b].tolist()) for a, b in itertools.pairwise(cuts)]
         found += [piece for piece in pieces if set(piece[1]) != {-100}]  # the end of a row has nothing to learn
         assert [b - a for a, b in itertools.pairwise(cuts)] == batches.stored(step).pieces()
@@ -166,17 +170,12 @@ def test_tools_reach_the_template_parts_are_joined_and_an_answer_of_weight_0_is_
     ]  # fmt: skip
     source = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATES["llama3"]
     data, theirs = by_template(tmp_path, lines, source)
-    asked = {"return_dict": True, "return_assistant_tokens_mask": True}
-    expected = [theirs.apply_chat_template(lines[0]["messages"], tools=tools, **asked)]
-    expected.append(theirs.apply_chat_template(conversation("What is 1 + 2?", "Yes.")["messages"], **asked))
-    assert data.train.answers is not None
-    for n, of in enumerate(expected):
-        start, stop = data.train.documents[n], data.train.documents[n + 1] - 1
-        assert data.train.tokens[start:stop].tolist() == of["input_ids"]
-        answers = np.array(of["assistant_masks"])
-        if n == 0:  # transformers marks both answers; the first is not to be learned
-            answers[: answers.tolist().index(0, answers.tolist().index(1))] = 0
-        assert data.train.answers[start:stop].tolist() == answers.tolist()
+    tokens, answers = by_transformers(theirs, lines[0]["messages"], tools=tools)
+    second = answers.index(0, answers.index(1))  # transformers marks both answers; the first is not to be learned
+    assert documents_of(data.train)[:2] == [
+        (tokens, [0] * second + answers[second:]),
+        by_transformers(theirs, conversation("What is 1 + 2?", "Yes.")["messages"]),
+    ]
 
 
 def test_an_answer_that_calls_a_tool_needs_no_content(tmp_path):
@@ -190,11 +189,7 @@ def test_an_answer_that_calls_a_tool_needs_no_content(tmp_path):
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     data, theirs = by_template(tmp_path, [line, *LINES], source)
-    right = theirs.apply_chat_template(line["messages"], return_dict=True, return_assistant_tokens_mask=True)
-    stop = data.train.documents[1] - 1
-    assert data.train.answers is not None
-    assert data.train.tokens[:stop].tolist() == right["input_ids"]
-    assert data.train.answers[:stop].tolist() == right["assistant_masks"]
+    assert documents_of(data.train)[0] == by_transformers(theirs, line["messages"])
 
 
 @pytest.mark.parametrize(

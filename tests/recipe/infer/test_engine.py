@@ -210,25 +210,22 @@ def test_equal_prompts_with_separate_streams_get_the_same_tokens_as_alone():
     assert together[0] == expected(model, prompt, together[0], 0.9, seed=5)
 
 
-def test_draws_come_from_the_tempered_top_k():
-    n, generator = 2000, torch.Generator().manual_seed(0)
-    logits = torch.randn(VOCABULARY, generator=generator)
-    noise = torch.empty(n, VOCABULARY).exponential_(generator=generator)
-    drawn = Sampling(temperature=0.7, top_k=5).pick(logits.expand(n, -1), noise)
-    probabilities = torch.zeros(VOCABULARY, dtype=torch.double)
-    top = logits.double().topk(5)
-    probabilities[top.indices] = (top.values / 0.7).softmax(-1)
-    observed = torch.bincount(drawn, minlength=VOCABULARY) / n
-    assert (observed - probabilities).abs().max() < 5 * 0.5 / math.sqrt(n)
-    assert not observed[probabilities == 0].any()
-
-
-def test_top_p_draws_from_the_fewest_tokens_that_have_this_probability():
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"top_p": 0.3}, {1}),
+        ({"top_p": 0.41}, {1, 3}),
+        ({"top_p": 0.7}, {1, 3}),
+        ({"top_p": 0.71}, {1, 3, 4}),
+        ({"top_p": 1.0}, {0, 1, 2, 3, 4}),
+        ({"top_k": 2}, {1, 3}),
+    ],
+    ids=str,
+)
+def test_top_p_draws_from_the_fewest_tokens_that_have_this_probability_and_top_k_from_so_many(options, kept):
     p = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
     noise = torch.empty(1000, 5).exponential_(generator=torch.Generator().manual_seed(0))
-    for top_p, kept in ((0.3, {1}), (0.41, {1, 3}), (0.7, {1, 3}), (0.71, {1, 3, 4}), (1.0, {0, 1, 2, 3, 4})):
-        drawn = Sampling(top_p=top_p).pick(p.log().expand(1000, 5), noise)
-        assert set(drawn.tolist()) == kept
+    assert set(Sampling(**options).pick(p.log().expand(1000, 5), noise).tolist()) == kept
 
 
 def test_the_model_is_left_as_it_was():

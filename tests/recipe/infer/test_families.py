@@ -260,31 +260,23 @@ YARN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [{"factor": 4.0}, {"factor": None, "original_max_position_embeddings": 32}])
-def test_the_angles_of_yarn_are_those_of_transformers_also_without_a_factor_or_an_original_length(more):
-    content = YARN | {"rope_scaling": {"type": "yarn", **more}}
-    ours = position_tables(read_settings(content, "folder").model, 128)
-    theirs = transformers.AutoConfig.for_model(**content)
-    frequencies, size = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
-    angles = torch.arange(128)[:, None] * frequencies
-    torch.testing.assert_close(ours.cos, angles.cos() * size, rtol=0, atol=1e-5)
-    torch.testing.assert_close(ours.sin, angles.sin() * size, rtol=0, atol=1e-5)
+CUT: list[Any] = [(rope, key, {}) for rope in ROPES for key in rope.keys() - {"rope_type"}]
 
 
-@pytest.mark.parametrize(("rope", "key"), [(rope, key) for rope in ROPES for key in rope.keys() - {"rope_type"}])
-def test_a_scaling_is_refused_without_a_key_that_transformers_needs(rope, key):
-    content = YARN | {"rope_scaling": {name: value for name, value in rope.items() if name != key}}
+@pytest.mark.parametrize(("rope", "key", "null"), [*CUT, (ROPES[-1], "factor", {"factor": None})])
+def test_a_scaling_without_a_key_has_the_angles_of_transformers_or_is_refused(rope, key, null):
+    content = YARN | {"rope_scaling": {name: value for name, value in rope.items() if name != key} | null}
     try:
         theirs = transformers.AutoConfig.for_model(**content)
-        frequencies, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, "cpu")
+        frequencies, size = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, "cpu")
     except KeyError:
         with pytest.raises(WeightsError, match=rf"rope_type={rope['rope_type']} without {key}; write it into config"):
             read_settings(content, "folder")
     else:
-        tables = position_tables(read_settings(content, "folder").model, 2)
-        assert tables.cos is not None
-        cos = tables.cos[1]
-        torch.testing.assert_close(cos / cos[-1], frequencies.cos() / frequencies[-1].cos(), rtol=0, atol=1e-5)
+        ours = position_tables(read_settings(content, "folder").model, 128)
+        angles = torch.arange(128)[:, None] * frequencies
+        torch.testing.assert_close(ours.cos, angles.cos() * size, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours.sin, angles.sin() * size, rtol=0, atol=1e-5)
 
 
 # Keys of config.json that have no default here, but for GPT-2.
