@@ -7,7 +7,6 @@ import html
 import io
 import itertools
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -50,9 +49,23 @@ def dump(address: str, profile: Path, *more_flags: str) -> str:
     ).stdout
 
 
-def test_a_number_is_shown_to_two_digits() -> None:
-    numbers = -1.234, 0.996, torch.finfo(torch.float32).min, -math.inf
-    assert [shown(number) for number in numbers] == ["−1.23", "1.00", "lowest", "−∞"]
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("algorithm", ["flash_1", "flash_2"])
+def test_every_number_of_every_step_is_the_tensors(algorithm: str, direction: str) -> None:
+    choice = CHOICE | {"algorithm": algorithm, "direction": direction}
+    recording = record_choice(choice)
+    seen: dict[str, list[list[str]]] = {}
+    for step, entry in zip(recording.steps, packed(recording, choice)["steps"], strict=True):
+        seen |= {f"fast {name}": rows for name, rows in entry.get("fast", {}).items()}
+        seen |= {f"slow {name}": rows for name, rows in entry.get("slow", {}).items()}
+        for kind, tensors in (("fast", step.fast), ("slow", step.slow)):
+            for name, tensor in tensors.items():
+                cells = [text for row in seen[f"{kind} {name}"] for text in row]
+                for text, value in zip(cells, tensor.flatten().tolist(), strict=True):
+                    if text not in ("−∞", "lowest"):
+                        assert abs(float(text.replace("−", "-")) - value) <= 0.005001, (step.line, name)
+                    else:
+                        assert value <= torch.finfo(torch.float32).min
 
 
 def test_every_line_that_runs_has_a_reason_and_every_reason_a_line() -> None:
