@@ -1,7 +1,7 @@
 """Mixers on a GPU: flash-linear-attention's kernels judged by the recurrence, and a layer's time beside the package's.
 
     python -m bench.mixers                          all, about 20 minutes on an H200, most of them the kernels' tuning
-    python -m bench.mixers --mixers gdn --parts layer --tokens 8192 32768
+    python -m bench.mixers --mixers gdn --dtypes --tokens 8192 32768    in no dtype: times alone
     gpt-attention check fla-gdn                     the judgement of one alone, in words
 
 Kernels are judged in the first of their configurations that fits: tuning would take minutes for each dtype. A layer has
@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +32,6 @@ from mixers.layers import build_mixer
 from recipe.wording import markdown_table
 
 CHANNELS, HEADS, SECONDS = 768, 12, 2.0
-PARTS = ("check", "layer")
 CHUNK, SIZES = 64, (64, 64)
 # The package's layer with the same weights: its class, and its options for C channels and H heads.
 PACKAGES: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
@@ -100,12 +97,13 @@ def forward_backward(layer: nn.Module, x: Tensor) -> None:
 
 def verdict(row: Row) -> str:
     """What the check says about kernels: how many groups of calls are wrong, and the first of them."""
-    by_status = defaultdict(list)
-    for line in row["lines"]:
-        by_status[line["status"]].append(f"{line['group']}: {line['detail']}")
-    if wrong := by_status["FAIL"]:
-        return f"wrong in {len(wrong)} of {len(row['lines'])} groups; {wrong[0]}"
-    return f"right in {len(by_status['ok'])} groups" if by_status["ok"] else by_status["skip"][0]
+    lines = row["lines"]
+    wrong, right = ([line for line in lines if line["status"] == status] for status in ("FAIL", "ok"))
+    first = next(iter(wrong or lines))
+    words = f"{first['group']}: {first['detail']}"
+    if wrong:
+        return f"wrong in {len(wrong)} of {len(lines)} groups; {words}"
+    return f"right in {len(right)} groups" if right else words
 
 
 def times(rows: Sequence[Row]) -> str:
@@ -120,40 +118,30 @@ def times(rows: Sequence[Row]) -> str:
     return markdown_table(head, lines)
 
 
-def write_tables(path: Path) -> None:
-    """Of a result file, beside it."""
-    checks = [row for row in read(path) if row["part"] == "check"]
-    write_table(
-        path.with_suffix(".md"),
-        pivot(checks, lambda row: f"`{row['mixer']}`", lambda row: row["dtype"], verdict, corner="kernels of"),
-        path,
-    )
-    write_table(path.with_name(f"{path.stem}-times.md"), times(read(path)), path)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Judge and time the mixers that were asked for; returns 0."""
     parser = command_line("bench.mixers", __doc__, "mixers")
     parser.add_argument("--mixers", nargs="+", default=list(RECURRENCES), choices=RECURRENCES)
-    parser.add_argument("--tokens", nargs="+", default=[8192], type=int)
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp16", "fp32"], choices=DTYPES)
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--tokens", nargs="*", default=[8192], type=int)
+    parser.add_argument("--dtypes", nargs="*", default=["bf16", "fp16", "fp32"], choices=DTYPES)
     args = parser.parse_args(arguments)
     require_gpu(parser)
     device = torch.device("cuda")
     identity = ("part", "mixer", "dtype", "way", "tokens")
     with recording(args, arguments, identity, device, ("flash-linear-attention",)) as recorder:
-        for name in args.mixers if "layer" in args.parts else ():
-            for tokens in args.tokens:
-                recorder.add(*timed(name, tokens))
+        for name, tokens in product(args.mixers, args.tokens):
+            recorder.add(*timed(name, tokens))
             print(f"{name}: timed", flush=True)
-        if "check" in args.parts:
-            first_configurations()
-            for name, dtype in product(args.mixers, args.dtypes):
-                recorder.add(judged(name, dtype))
-                print(f"{name}: judged in {dtype}", flush=True)
-    write_tables(recorder.path)
-    print(f"results: {recorder.path}")
+        first_configurations()
+        for name, dtype in product(args.mixers, args.dtypes):
+            recorder.add(judged(name, dtype))
+            print(f"{name}: judged in {dtype}", flush=True)
+    path, rows = recorder.path, read(recorder.path)
+    checks = [row for row in rows if row["part"] == "check"]
+    words = pivot(checks, lambda row: f"`{row['mixer']}`", lambda row: row["dtype"], verdict, corner="kernels of")
+    write_table(path.with_suffix(".md"), words, path)
+    write_table(path.with_name(f"{path.stem}-times.md"), times(rows), path)
+    print(f"results: {path}")
     return 0
 
 
