@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention import Attention, AttentionConfig, Cache, Score, UnsupportedAttention, build_attention
-from attention.check.formula import evaluate
+from attention import Attention, AttentionConfig, Cache, Layout, Score, UnsupportedAttention, build_attention
+from attention.check.calls import problem_of
 from attention.decode import write_kernel
 from attention.decode.write import write as write_in_torch
 from attention.flash.decode import choose_blocks
-from tests.attention.reference import Case
+from tests.attention.reference import assert_rounding, published_slopes
 
 SCORES: dict[str, Score] = {
     "plain": Score(),
@@ -27,17 +26,6 @@ SCORES: dict[str, Score] = {
     "everything": Score(window=40, soft_cap=1.5, alibi=True, sinks=True),
 }
 PAGE = torch.zeros(2, 1, dtype=torch.int32)
-SINKS = torch.linspace(-1.5, 2.0, 8)
-
-
-def expected(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
-    """out (H, T, D) and lse (H, T) in fp64, of the last T tokens of one sequence with k, v (H_kv, n, D)."""
-    (H, T, D), (H_kv, n, _) = q.shape, k.shape
-    case = Case(1, H, H_kv, T, n, D, score.causal, window=score.window)
-    asked = replace(case, soft_cap=score.soft_cap, alibi=score.alibi, sinks=score.sinks).problem()
-    q, k, v = (x[None].double() for x in (q, k, v))
-    found = evaluate(q, k, v, torch.zeros_like(q), asked).results
-    return found["out"][0], found["lse"][0]
 
 
 def contiguous(lengths: list[int], capacity: int, H_kv: int, D: int, dtype: torch.dtype = torch.float32) -> Cache:
@@ -79,17 +67,21 @@ def queries(B: int, H: int, T: int, D: int, dtype: torch.dtype = torch.float32) 
     return torch.randn(B, T, H, D, generator=torch.Generator().manual_seed(3)).transpose(1, 2).to(dtype)
 
 
-def extras(score: Score) -> dict[str, Any]:
-    return {"score": score, "sinks": SINKS if score.sinks else None}
+def extras(score: Score, q: Tensor) -> dict[str, Any]:
+    """The score, and the sinks that it needs."""
+    return {"score": score, "sinks": torch.linspace(-1.5, 2.0, q.shape[1], device=q.device) if score.sinks else None}
 
 
-def assert_exact(q: Tensor, cache: Cache, score: Score, out: Tensor, lse: Tensor | None) -> None:
-    """Each sequence alone, in fp64."""
+def assert_exact(q: Tensor, cache: Cache, score: Score, out: Tensor, lse: Tensor | None = None) -> None:
+    """The check's judge finds nothing but rounding in each sequence alone."""
+    slopes = torch.tensor(published_slopes(q.shape[1]), device=q.device)
+    given = {"slopes": slopes, "sinks": extras(score, q)["sinks"]}
     for b, n in enumerate(cache.lengths.tolist()):
-        exact, exact_lse = expected(q[b], cache.k[b, :, :n], cache.v[b, :, :n], score)
-        torch.testing.assert_close(out[b].double(), exact, atol=2e-6, rtol=2e-6)
-        if lse is not None:
-            torch.testing.assert_close(lse[b].double(), exact_lse, atol=2e-6, rtol=2e-6)
+        one = slice(b, b + 1)
+        inputs = q[one], cache.k[one, :, :n], cache.v[one, :, :n], torch.zeros_like(q[one])
+        asked = problem_of(q[one], inputs[1], score=score, layout=Layout(), tensors=given)(slice(0, q.shape[1]))
+        got = {"out": out[one].double()} | ({} if lse is None else {"lse": lse[one]})
+        assert_rounding(inputs, asked, got, f"{score}, {n} tokens")
 
 
 @pytest.fixture(params=["naive", "tiled", "flash"])
@@ -101,7 +93,7 @@ def attend(request) -> Attention:
 def test_decoding_is_the_formula_of_each_sequence_alone(attend, name, T):
     score, lengths = SCORES[name], [96, 0, 2, 32, 33, 65]
     cache, q = contiguous(lengths, 100, 2, 16), queries(len(lengths), 8, T, 16)
-    assert_exact(q, cache, score, *attend.decode(q, cache, **extras(score), return_lse=True))
+    assert_exact(q, cache, score, *attend.decode(q, cache, **extras(score, q), return_lse=True))
 
 
 @pytest.mark.parametrize(("H", "H_kv", "T", "score"), [(2, 2, 1, Score()), (8, 1, 2, SCORES["everything"])])
@@ -110,10 +102,10 @@ def test_kernels_join_the_splits_of_long_sequences(H, H_kv, T, score):
     lengths = [0, 513, 256]
     cache, q = contiguous(lengths, 520, H_kv, 16), queries(len(lengths), H, T, 16)
     flash: Any = build_attention(AttentionConfig("flash"))
-    out, lse = flash.decode(q, cache, **extras(score), return_lse=True)
+    out, lse = flash.decode(q, cache, **extras(score, q), return_lse=True)
     assert_exact(q, cache, score, out, lse)
     for which in (slice(1, 2), slice(None, None, 2)):
-        assert torch.equal(flash.decode(q[which], part(cache, which), **extras(score)).out, out[which])
+        assert torch.equal(flash.decode(q[which], part(cache, which), **extras(score, q)).out, out[which])
 
 
 def test_splits_are_longer_where_a_gpu_has_no_room_for_more(monkeypatch):
@@ -128,8 +120,8 @@ def test_splits_are_longer_where_a_gpu_has_no_room_for_more(monkeypatch):
 @pytest.mark.parametrize("score", [SCORES["plain"], SCORES["everything"]], ids=["plain", "everything"])
 def test_shuffled_pages_decode_as_one_row_does_bitwise(attend, score, size):
     cache, q = contiguous([96, 0, 17], 100, 2, 16), queries(3, 8, 2, 16)
-    out, lse = attend.decode(q, cache, **extras(score), return_lse=True)
-    again, lse_again = attend.decode(q, paged(cache, size), **extras(score), return_lse=True)
+    out, lse = attend.decode(q, cache, **extras(score, q), return_lse=True)
+    again, lse_again = attend.decode(q, paged(cache, size), **extras(score, q), return_lse=True)
     assert torch.equal(out, again)
     assert torch.equal(lse, lse_again)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,19 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import AttentionConfig, Cache, Score, build_attention
-from tests.attention.reference import Case, assert_rounding
-from tests.attention.test_decode import contiguous, paged, part, queries
+from tests.attention.test_decode import SCORES as SMALL
+from tests.attention.test_decode import assert_exact, contiguous, extras, paged, part, queries
 from tests.gpu.graphs import captured
 
 LENGTHS = [1500, 0, 1, 64, 65, 1024, 777]
-SCORES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "full": {"causal": False},
-    "window": {"window": 300},
-    "soft_cap": {"soft_cap": 3.0},
-    "alibi": {"alibi": True},
-    "sinks": {"sinks": True},
-    "everything": {"window": 300, "soft_cap": 3.0, "alibi": True, "sinks": True},
+SCORES = {
+    name: replace(score, window=score.window and 300, soft_cap=score.soft_cap and 3.0) for name, score in SMALL.items()
 }
 CASES = [
     (64, torch.bfloat16, "plain"),
@@ -54,45 +48,37 @@ def cloned(cache: Cache) -> Cache:
 
 @pytest.mark.parametrize(("D", "dtype", "name"), CASES, ids=[f"{D}-{dtype}-{name}" for D, dtype, name in CASES])
 def test_error_in_every_precision(D, dtype, name):
-    assert_as_accurate_as_the_formula(8, 2, D, dtype, SCORES[name])
+    assert_accurate(8, 2, D, dtype, SCORES[name])
 
 
 @pytest.mark.parametrize(
     ("name", "H", "H_kv"), [("full", 8, 1), ("window", 4, 4), ("soft_cap", 8, 1), ("alibi", 4, 4), ("sinks", 8, 1)]
 )
 def test_error_of_every_score(name, H, H_kv):
-    assert_as_accurate_as_the_formula(H, H_kv, 64, torch.bfloat16, SCORES[name])
+    assert_accurate(H, H_kv, 64, torch.bfloat16, SCORES[name])
 
 
-def assert_as_accurate_as_the_formula(H: int, H_kv: int, D: int, dtype: torch.dtype, score: dict[str, Any]) -> None:
+def assert_accurate(H: int, H_kv: int, D: int, dtype: torch.dtype, score: Score) -> None:
     for T in (1, 3):
         q, cache = tensors(H, H_kv, T, D, dtype)
-        sinks = Case(1, H, H_kv, T, 1, D, **score).sink_logits("cuda")
-        out = flash().decode(q, cache, score=Score(**score), sinks=sinks).out
-        for b, n in enumerate(LENGTHS):
-            case = Case(1, H, H_kv, T, n, D, **score)
-            q_b, k_b, v_b = q[b : b + 1], cache.k[b : b + 1, :, :n], cache.v[b : b + 1, :, :n]
-            got = {"out": out[b : b + 1].double()}
-            assert_rounding((q_b, k_b, v_b, torch.zeros_like(q_b)), case.problem("cuda"), got, f"{T}, {n}")
+        assert_exact(q, cache, score, flash().decode(q, cache, **extras(score, q)).out)
 
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_neither_pages_nor_the_batch_nor_the_capacity_change_a_bit(D):
     q, cache = tensors(8, 2, 1, D, torch.bfloat16)
-    score, sinks = Score(**SCORES["everything"]), torch.linspace(-1.0, 1.0, 8, device="cuda")
-    out = flash().decode(q, cache, score=score, sinks=sinks).out
+    options = extras(SCORES["everything"], q)
+    out = flash().decode(q, cache, **options).out
     for size in (16, 128, 256):
-        assert torch.equal(out, flash().decode(q, paged(cache, size), score=score, sinks=sinks).out)
+        assert torch.equal(out, flash().decode(q, paged(cache, size), **options).out)
     for b in (0, 3, 6):
         one = slice(b, b + 1)
-        assert torch.equal(out[one], flash().decode(q[one], part(cache, one), score=score, sinks=sinks).out)
+        assert torch.equal(out[one], flash().decode(q[one], part(cache, one), **options).out)
     # A batch so large that each sequence need not be split to keep the GPU busy.
     many = Cache(cache.k.repeat(40, 1, 1, 1), cache.v.repeat(40, 1, 1, 1), cache.lengths.repeat(40))
-    assert torch.equal(
-        out.repeat(40, 1, 1, 1), flash().decode(q.repeat(40, 1, 1, 1), many, score=score, sinks=sinks).out
-    )
+    assert torch.equal(out.repeat(40, 1, 1, 1), flash().decode(q.repeat(40, 1, 1, 1), many, **options).out)
     larger = Cache(F.pad(cache.k, (0, 0, 0, 20_000)), F.pad(cache.v, (0, 0, 0, 20_000)), cache.lengths)
-    assert torch.equal(out, flash().decode(q, larger, score=score, sinks=sinks).out)
+    assert torch.equal(out, flash().decode(q, larger, **options).out)
     # Without a window there are splits, and terms of the join, for all keys that a cache has room for.
     out = flash().decode(q, cache).out
     assert torch.equal(out, flash().decode(q, larger).out)
