@@ -4,8 +4,8 @@
     python -m tests.attention.faults --right --quick  all correct attention of tests/right_attention.py: six minutes
     python -m tests.attention.faults --right          the same with all inputs of the check: hours
 
-The first writes bench/results/attention-faults-<CPU>.json, and goes on where it stopped at the same commit, the others
-attention-right-<CPU>.json. `make tables` pastes the table beside it into docs/check.md.
+The first writes bench/results/attention-faults-<CPU>.json, the others attention-right-<CPU>.json. `make tables` pastes
+the table beside it into docs/check.md.
 """
 
 from __future__ import annotations
@@ -166,18 +166,6 @@ def measure(recorder: Recorder, jobs: list[Job], per_core: int = 2) -> None:
             say(f"{len(recorder.rows)} rows: {done.result()[-1]}")
 
 
-def faults_left(recorder: Recorder) -> list[Job]:
-    """The measurements of wrong attention that this commit has not made yet."""
-    rows = [{"name": name, "dtype": dtype, "seed": 0} for name in FAULTS for dtype in DTYPES]
-    return [partial(fault_rows, row) for row in rows if same_commit(recorder, row) is None]
-
-
-def same_commit(recorder: Recorder, row: Row) -> Row | None:
-    """The row as this commit has measured it before."""
-    earlier = recorder.earlier(row)
-    return earlier if earlier and earlier["measurement"]["commit"] == recorder.measurement["commit"] else None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--right", action="store_true", help="check correct attention instead of faults")
@@ -186,7 +174,9 @@ def main() -> None:
     now = measurement(["tests.attention.faults", *sys.argv[1:]], torch.device("cpu"))
     path = result_file("attention-right" if asked.right else "attention-faults", now["device"])
     with Recorder(path, ("name",) if asked.right else ("name", "dtype", "seed"), now) as recorder:
-        jobs = faults_left(recorder)
+        jobs: list[Job] = [
+            partial(fault_rows, {"name": name, "dtype": dtype, "seed": 0}) for name in FAULTS for dtype in DTYPES
+        ]
         if asked.right:
             jobs = [partial(right_row, name, asked.quick) for name in right_attention.NAMES]
         measure(recorder, jobs)

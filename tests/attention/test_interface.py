@@ -14,7 +14,6 @@ from attention import (
     AttentionError,
     AttentionShape,
     DropoutRng,
-    KernelPath,
     ProductPrecision,
     SDPABackend,
     UnsupportedAttention,
@@ -41,10 +40,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
     [
         ("naive", "block_q", 32, "leave it at 64 or choose attention=tiled"),
         ("sdpa", "ablate", Ablation.no_max_subtraction, "leave it at none or choose attention=tiled"),
-        ("tiled", "backend", SDPABackend.math, "leave it at auto or choose attention=sdpa"),
-        ("tiled", "path", KernelPath.plain, "leave it at auto or choose attention=flash"),
         ("tiled", "precision", ProductPrecision.fp8, "leave it at inputs or choose attention=flash"),
-        ("tiled", "rng", DropoutRng.torch, "leave it at replay or choose attention=sdpa"),
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused(name, option, value, instead):

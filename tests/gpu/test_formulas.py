@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import KernelPath, Score
+from attention import DropoutKey, KernelPath, Score
 from tests.attention.formulas import FORMULAS, KINDS, assert_right, draw
 from tests.attention.operators import compiled
 from tests.attention.reference import KEY, assert_far_tiles_are_never_read
@@ -86,23 +86,32 @@ def test_fp32_is_as_accurate_as_fp32(text):
     assert_right(problem, flash(problem.dropout), torch.float32, device="cuda")
 
 
+def drawn(text: str, seed: int) -> list[Tensor]:
+    """q, k and v, the formula's tensors, and the gradient of out."""
+    torch.manual_seed(seed)
+    B, H, T, D = 2, 4, 2000, 64
+    q, k, v, do = torch.randn(4, B, H, T, D, device="cuda", dtype=torch.bfloat16)
+    return [*(x.requires_grad_() for x in (q, k, v, *(x.cuda() for x in FORMULAS[text](B, H, T).values()))), do]
+
+
+def run(text: str, path: KernelPath, inputs: list[Tensor], key: DropoutKey | Tensor) -> list[Tensor]:
+    """out and all gradients."""
+    (*leaves, do), score = inputs, Score(formula=text)
+    tensors = dict(zip(score.tensors(), leaves[3:], strict=True))
+    out = flash(0.1, path)(*leaves[:3], score=score, dropout_key=key, tensors=tensors).out
+    return [out, *torch.autograd.grad(out, leaves, do)]
+
+
 @EACH_PATH
 @pytest.mark.parametrize(
     "text", ["s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]", "s + pair[h, i, j]", "s - slope[h] * (i - j)"]
 )
 def test_gradients_are_the_same_bits_in_every_repeat(text, path):
-    torch.manual_seed(0)
-    B, H, T, D = 2, 4, 2000, 64
-    q, k, v, do = torch.randn(4, B, H, T, D, device="cuda", dtype=torch.bfloat16)
-    tensors = {name: x.cuda() for name, x in FORMULAS[text](B, H, T).items()}
-    attend, first = flash(0.1, path), None
-    for _ in range(8):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v, *tensors.values())]
-        given = dict(zip(tensors, leaves[3:], strict=True))
-        out = attend(*leaves[:3], score=Score(formula=text), dropout_key=KEY, tensors=given).out
-        results = [out, *torch.autograd.grad(out, leaves, do)]
-        first = first or results
-        assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True))
+    *leaves, do = drawn(text, 0)
+    first = run(text, path, [*leaves, do], KEY)
+    for _ in range(7):
+        others = [x.detach().clone().requires_grad_() for x in leaves]
+        assert all(map(torch.equal, run(text, path, [*others, do], KEY), first))
 
 
 @EACH_PATH
@@ -118,34 +127,16 @@ def test_a_compiled_call_gives_the_same(path):
 @EACH_PATH
 @pytest.mark.parametrize("text", ["s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]"])
 def test_a_cuda_graph_replays_a_formula_with_new_values(text, path):
-    B, H, T, D = 2, 4, 2000, 64  # as in the repeats above, whose kernels are compiled
-    attend = flash(0.1, path)
-
-    def drawn(seed: int) -> list[Tensor]:
-        torch.manual_seed(seed)
-        q, k, v, do = torch.randn(4, B, H, T, D, device="cuda", dtype=torch.bfloat16)
-        return [q, k, v, *(x.cuda() for x in FORMULAS[text](B, H, T).values()), do]
-
-    names, held, key = list(FORMULAS[text](B, H, T)), drawn(0), KEY.pack(torch.device("cuda"))
-    for x in held[:-1]:
-        x.requires_grad_()
-
-    def run(inputs: list[Tensor]) -> list[Tensor]:
-        *leaves, do = inputs
-        given = dict(zip(names, leaves[3:], strict=True))
-        out = attend(*leaves[:3], score=Score(formula=text), dropout_key=key, tensors=given).out
-        return [out, *torch.autograd.grad(out, leaves, do)]
-
-    graph, results = captured(lambda: run(held))
+    held, key = drawn(text, 0), KEY.pack(torch.device("cuda"))
+    graph, results = captured(lambda: run(text, path, held, key))
     for seed in (1, 2):
-        fresh = drawn(seed)
+        fresh = drawn(text, seed)
         with torch.no_grad():
             for x, new in zip(held, fresh, strict=True):
                 x.copy_(new)
         graph.replay()
         replayed = [x.clone() for x in results]
-        expected = run([x.requires_grad_() for x in fresh[:-1]] + fresh[-1:])
-        assert all(torch.equal(a, b) for a, b in zip(replayed, expected, strict=True))
+        assert all(map(torch.equal, replayed, run(text, path, fresh, key)))
 
 
 @EACH_PATH
