@@ -74,7 +74,9 @@ class Line(dict[str, Any]):
     """
 
     def __str__(self) -> str:
-        parts = [", ".join(str(self[f"watch/{name}"]) for name in ("layer", "shape") if f"watch/{name}" in self)]
+        parts = []
+        if "watch/layer" in self:
+            parts.append(f"{self['watch/layer']}, {self['watch/shape']}")
         if "watch/wrong" in self:
             parts.append(f"WRONG: {self['watch/wrong']}")
         if "watch/error" in self:
@@ -84,7 +86,7 @@ class Line(dict[str, Any]):
             parts.append(f"not finite: {self['watch/not_finite']}")
         if "watch/not_judged" in self:
             parts.append(f"not judged: {self['watch/not_judged']}")
-        return f"attention at step {self['watch/step']}: " + "; ".join(filter(None, parts))
+        return f"attention at step {self['watch/step']}: " + "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -170,12 +172,11 @@ class Taken:
         shapes = [f"{name} {tuple(self.values[name].shape)}" for name in "qkv"]
         precision = str(self.values["q"].dtype).removeprefix("torch.")
         line = Line({"watch/step": step, "watch/layer": self.layer, "watch/shape": f"{', '.join(shapes)} {precision}"})
-        broken = {name: int((~x.isfinite()).sum()) for name, x in self.values.items() if name != "lse"}
-        broken = {name: count for name, count in broken.items() if count}
-        wrong = []
+        others = ((name, int((~x.isfinite()).sum())) for name, x in self.values.items() if name != "lse")
+        broken = {name: count for name, count in others if count}
+        wrong = [f"{name} is not finite" for name in attentions(broken)]
         if broken:
             line["watch/not_finite"] = ", ".join(f"{n} ({c} of {self.values[n].numel()})" for n, c in broken.items())
-            wrong += [f"{name} is not finite" for name in attentions(broken)]
         unseen = [] if self.unseen is None else [self.unseen]
         if broken.keys() & {"q", "k", "v"}:
             unseen.append("q, k or v is not finite")
@@ -235,10 +236,9 @@ class Watch(ExitStack):
     others      the layer, shape of q and finite tensors of its other calls
     inside      whether a function that is watched runs: it may call another
     optimizers  the one whose steps count, then those that stepped after it
-    implementation  with its name: computes torch's scaled_dot_product_attention instead; None: torch does
+    implementation  computes torch's scaled_dot_product_attention instead; None: torch does
     """
 
-    name = ""
     implementation: Attention | None = None
 
     def __init__(self, every: int, log: Callable[[dict[str, Any]], object]) -> None:
@@ -256,10 +256,9 @@ class Watch(ExitStack):
         It takes calls without a mask tensor and without dropout. Others raise UnsupportedAttention, and nothing falls
         back.
         """
-        choices = {cls.name: cls for cls in Attention.__subclasses__() if hasattr(cls, "name")}
-        if name not in choices:
-            raise UnsupportedAttention(f"{name} is not known; choose one of {', '.join(sorted(choices))}.")
-        self.name, self.implementation = name, choices[name](AttentionConfig(name))
+        from . import build_attention
+
+        self.implementation = build_attention(AttentionConfig(name))
         return self
 
     def __enter__(self) -> Self:
@@ -335,12 +334,12 @@ class Watch(ExitStack):
         if masked or dropout:
             asked = "attn_mask" if masked else f"dropout_p={dropout:g}"
             raise UnsupportedAttention(
-                f'watch(...).replace("{self.name}") takes no {asked}; leave .replace out for this model.'
+                f'watch(...).replace("{self.implementation.name}") takes no {asked}; leave .replace out for this model.'
             )
         if torch.is_autocast_enabled(q.device.type):
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-        uneven = causal and q.shape[2] != k.shape[2]  # torch's mask begins at the first key
-        layout = Layout(q_start=0) if uneven else Layout()
+        # torch's mask begins at the first key.
+        layout = Layout(q_start=0 if causal and q.shape[2] != k.shape[2] else None)
         return self.implementation(q, k, v, score=Score(causal=causal), layout=layout, scale=scale).out
 
     def interface(self, get_interface: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
@@ -384,7 +383,7 @@ class Watch(ExitStack):
             if self.taken is not None or count > min(self.judged.values()):
                 finite = {name: x.detach().isfinite().all() for name, x in zip("qkv", inputs, strict=True)}
                 self.others.append((layer, str(tuple(inputs[0].shape)), finite))
-                return tap(attend, inputs, lambda name, x: finite.update({name: x.detach().isfinite().all()}))
+                return tap(attend, inputs, lambda name, x: finite.update({name: x.isfinite().all()}))
             self.judged[layer] = count + 1
             result, self.taken = take(layer, attend, inputs, meaning, sum(self.judged.values()) - 1)
             return result
@@ -398,7 +397,6 @@ def meaning_of(name: str, module: nn.Module, query: Tensor, mask: Any, others: d
         if others.get(argument) is not None:
             return f"a call with {argument}"
     dropout = others.get("dropout", 0.0) if module.training or name == "sdpa" else 0.0
-    soft_cap, sinks = others.get("softcap"), others.get("s_aux")
     causal, pairs, tensor = False, None, None
     if hasattr(mask, "mask_mod"):
         pairs = mask.mask_mod
@@ -409,7 +407,7 @@ def meaning_of(name: str, module: nn.Module, query: Tensor, mask: Any, others: d
     elif name == "sdpa" and query.shape[2] > 1:
         asked = others.get("is_causal")
         causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
-    return Meaning(others.get("scaling"), tensor, causal, pairs, soft_cap, sinks, dropout)
+    return Meaning(others.get("scaling"), tensor, causal, pairs, others.get("softcap"), others.get("s_aux"), dropout)
 
 
 def layer_of(module: nn.Module | None) -> str | None:
@@ -432,9 +430,9 @@ def take(
     """The result of attend(q, k, v), and the call, to which the backward pass will add gradients."""
     q, k, v = inputs
     values = {name: x.detach().clone() for name, x in zip("qkv", inputs, strict=True)}
-    reason = meaning if isinstance(meaning, str) else unknown_shapes(q, k, v)
-    if reason is not None or isinstance(meaning, str):
-        return attend(*inputs), Taken(layer, values, slice(0), slice(0), unseen=reason)
+    meaning = unknown_shapes(q, k, v) or meaning
+    if isinstance(meaning, str):
+        return attend(*inputs), Taken(layer, values, slice(0), slice(0), unseen=meaning)
     if meaning.sinks is not None:  # a parameter, which the optimizer will change
         meaning = replace(meaning, sinks=meaning.sinks.detach().clone())
     needs = ["d" + name for name, x in zip("qkv", inputs, strict=True) if x.requires_grad]
@@ -446,9 +444,11 @@ def take(
     taken.tf32 = q.is_cuda and torch.get_float32_matmul_precision() != "highest"
     keep = None
 
-    generator = generator_of(q.device)
+    generator = torch.default_generator  # of functions without one
+    if q.device.type != "cpu":
+        generator = torch.get_device_module(q.device).default_generators[q.device.index or 0]
     before = generator.get_state()
-    result = tap(attend, inputs, lambda name, x: values.update({name: x.detach().clone()}))
+    result = tap(attend, inputs, lambda name, x: values.update({name: x.clone()}))
     if meaning.dropout:
         after = generator.get_state()
         try:
@@ -477,7 +477,7 @@ def tap(attend: Attend, inputs: tuple[Tensor, ...], see: Callable[[str, Tensor],
             views[i] = inputs[i].view_as(inputs[i])
             views[i].register_hook(partial(see, "d" + "qkv"[i]))
     result = attend(*views)
-    see("out", out_of(result))
+    see("out", out_of(result).detach())
     swapped = isinstance(result, tuple)
     out = result[0] if swapped else result
     if out.requires_grad:
@@ -497,13 +497,6 @@ def unknown_shapes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 def out_of(result: Any) -> Tensor:
     """The output, (B, H, T, D), of torch's function or of one of transformers."""
     return result[0].transpose(1, 2) if isinstance(result, tuple) else result
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """The one from which functions without a generator draw."""
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.get_device_module(device).default_generators[device.index or 0]
 
 
 @torch.no_grad()
