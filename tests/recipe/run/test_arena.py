@@ -91,12 +91,18 @@ def test_seeds_are_added_to_what_is_done(start, tmp_path: Path) -> None:
     start("arena.seeds=2")  # is no look
     ((first, _, runs),) = start("arena.seeds=4").launched
     assert first == 6, "learning rates are not tried again"
-    assert [job["seed"] for job in runs] == ["1", "1", "2", "2", "3", "3", "4", "4"]
+    assert [job["seed"] for job in runs] == ["1", "1", "2", "2", "3", "3", "4", "4"], "whole pairs come first"
     plan = read_plan(tmp_path)
     assert plan is not None
     assert [look.seeds for look in plan.looks] == [2, 4]
-    with pytest.raises(PlanError, match=r"its margin is 0\.005 instead of 0\.01"):
-        start("arena.seeds=4", "arena.rules.margin=0.01")
+    for changed, sentence in (
+        ("arena.seeds=2", r"arena\.seeds=2 is fewer than the 4"),
+        ("arena.rules.margin=0.01", r"its margin is 0\.005 instead of 0\.01"),
+        ("arena.rules.looks=1", "its looks is 2 instead of 1"),
+        ("arena.lr=[1]", "its lr is"),
+    ):
+        with pytest.raises(PlanError, match=sentence):
+            start("arena.seeds=4", changed)
 
 
 def test_a_learning_rate_that_diverges_is_not_chosen(start, tmp_path: Path) -> None:
@@ -111,6 +117,7 @@ def test_no_learning_rate_is_chosen_where_a_run_has_no_result(start) -> None:
         start("arena.seeds=2", ends={1: {"status": "interrupted"}})
 
 
-def test_without_factors_the_arms_keep_their_learning_rates(start) -> None:
-    ((_, _, jobs),) = start("arena.seeds=2", "arena.lr=[]").launched
-    assert not any("optimizer.lr" in job for job in jobs)
+@pytest.mark.parametrize(("factors", "rate"), [("[]", None), ("[2]", "0.006")])
+def test_no_factor_leaves_the_learning_rate_alone_and_one_is_taken_without_a_try(start, factors, rate) -> None:
+    ((_, _, jobs),) = start("arena.seeds=2", f"arena.lr={factors}").launched
+    assert {job.get("optimizer.lr") for job in jobs} == {rate}
