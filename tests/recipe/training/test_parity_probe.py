@@ -10,16 +10,13 @@ import torch
 
 import attention
 from attention import (
-    Attention,
     AttentionConfig,
-    AttentionOutput,
     AttentionShape,
     DropoutKey,
     DropoutRng,
     build_attention,
 )
-from attention.naive import NaiveAttention, masked_scores
-from attention.precision import accum_dtype
+from attention.naive import NaiveAttention
 from data.batches import Batch
 from model.gpt import GPT, Computation
 from model.options import GPTConfig, Recompute
@@ -27,21 +24,10 @@ from recipe.errors import UserError
 from recipe.training import parity_probe as parity
 from recipe.training.parity import beyond_rounding, summarise
 from recipe.training.parity_probe import ParityConfig, ParityProbe, check_parity, fwd_bwd
-from tests.wrong_attention import CLASSES, WRONG
+from tests.attention.faults import registered
+from tests.wrong_attention import WRONG
 
 VOCABULARY, T, B = 65, 32, 4
-
-
-class KeysBackwards(NaiveAttention):
-    """Correct, with another order of sums: that of the keys from the last to the first, in two parts."""
-
-    name = "keys_backwards"
-
-    def attend(self, q, k, v, call):
-        scores = masked_scores(q, k, call).flip(3)
-        weights = scores.softmax(dim=-1, dtype=accum_dtype(v.dtype)).to(v.dtype)
-        parts = zip(weights.chunk(2, dim=3), v.flip(2).chunk(2, dim=2), strict=True)
-        return AttentionOutput(sum(part @ values for part, values in parts))
 
 
 class TooLarge(NaiveAttention):
@@ -56,10 +42,10 @@ class TooLarge(NaiveAttention):
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    classes: list[type[Attention]] = [*CLASSES, KeysBackwards, TooLarge]
-    for cls in classes:
-        monkeypatch.setitem(attention.IMPLEMENTATIONS, cls.name, cls)
+def known() -> Iterator[None]:
+    with registered():
+        attention.IMPLEMENTATIONS[TooLarge.name] = TooLarge
+        yield
 
 
 def small_gpt(config: AttentionConfig, seed: int = 0, **kwargs) -> GPT:
@@ -193,14 +179,6 @@ def test_scores_that_will_not_fit_the_free_memory_are_not_tried(monkeypatch: pyt
 def test_masks_that_cannot_be_replayed_are_refused():
     with pytest.raises(UserError, match=r"attention\.rng=replay"):
         check_parity(ParityConfig(every=1), AttentionConfig("sdpa", 0.1, DropoutRng.torch), shape_in(torch.float32))
-
-
-def test_steps_that_are_probed():
-    probe = probe_for(AttentionConfig())
-    probe.config.every = 100
-    assert [step for step in range(301) if probe.is_due(step)] == [0, 100, 200, 300]
-    probe.config.every = 0
-    assert not probe.is_due(0)
 
 
 def test_summary_is_the_worst_of_every_check():
