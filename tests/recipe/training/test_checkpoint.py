@@ -298,23 +298,18 @@ def test_a_kill_and_then_a_failing_save_leave_the_checkpoint_that_was_being_repl
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    kept = {}
-    for step, val_loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, float("nan")), (6, 0.5), (7, 0.5)):
+    for step, val_loss, steps, best in (
+        (1, 3.0, {1}, 1),
+        (2, 1.0, {1, 2}, 2),
+        (3, 2.0, {2, 3}, 2),
+        (4, None, {2, 3, 4}, 2),
+        (5, float("nan"), {2, 4, 5}, 2),  # a loss that is not finite never counts as the best
+        (6, 0.5, {5, 6}, 6),
+        (7, 0.5, {6, 7}, 6),  # of equals, the earliest
+    ):
         save(tmp_path, step, val_loss, keep_last=2)
-        kept[step] = (names(tmp_path) - {"best"}, (tmp_path / "best").resolve().name)
-    step_names = {step: f"step-{step:08d}" for step in kept}
-    assert kept == {
-        step: ({step_names[s] for s in steps}, step_names[best])
-        for step, steps, best in (
-            (1, {1}, 1),
-            (2, {1, 2}, 2),
-            (3, {2, 3}, 2),
-            (4, {2, 3, 4}, 2),
-            (5, {2, 4, 5}, 2),  # a loss that is not finite never counts as the best
-            (6, {5, 6}, 6),
-            (7, {6, 7}, 6),  # of equals, the earliest
-        )
-    }
+        assert names(tmp_path) == {"best", *(f"step-{kept:08d}" for kept in steps)}
+        assert (tmp_path / "best").resolve().name == f"step-{best:08d}"
     assert is_state(load_checkpoint(tmp_path / "best"), 6)
     assert best_checkpoint(tmp_path) == (tmp_path / "step-00000006", {})
 
