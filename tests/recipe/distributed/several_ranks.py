@@ -23,19 +23,17 @@ import torch._dynamo  # fully_shard imports it when it is first called: once her
 from torch import Tensor, nn
 from torch.multiprocessing import start_processes
 
-from attention import AttentionConfig, DropoutKey, build_attention
-from attention.dropout import keep_mask
-from attention.score import take_rows
+from attention import AttentionConfig, build_attention
 from data.batches import Batches, GlobalBatch
 from data.options import DataConfig
 from model.gpt import GPT
 from model.options import AttentionBias, Gate, GPTConfig, Recompute
 from model.score import ScoreConfig
 from recipe.distributed import norm
-from recipe.distributed.context import ContextAttention, ContextBy
+from recipe.distributed.context import ContextBy
 from recipe.distributed.norm import local
 from recipe.distributed.options import DataParallel, ParallelConfig
-from recipe.distributed.ranks import PATIENCE_S, RankError, check_agreed, joined
+from recipe.distributed.ranks import RankError, check_agreed, joined
 from recipe.distributed.world import World
 from recipe.files import plain
 from recipe.run.build import build_trainer
@@ -181,6 +179,9 @@ def work(world: World) -> dict[str, Any]:
             updates = train(trainer, range(2))
             results = {"updates": updates, **validate(trainer), "whole model": one_loss(trainer)}
             found[f"{name}, {kind}"] = results
+            if trainer.sharing.context is not None:
+                attend, _ = trainer.sharing.context
+                found["seconds of patience"] = attend.group._get_backend(CPU).options._timeout.total_seconds()
             if world.size == 1 and kind in RESUMED:
                 updates = updates + train(trainer, range(2, STEPS))
                 found[f"{kind} to the end"] = {"updates": updates, **validate(trainer)}
@@ -191,7 +192,6 @@ def work(world: World) -> dict[str, Any]:
                 found["rounded"] = sum(p.numel() for p in computing if p.dtype is options["precision"].dtype)
     if world.size == 1:
         found["six micro-batches"] = three(world)
-    found["masks"], found["timeouts are the run's"] = masks(world)
     check_agreed(plain(Config(seed=SEED, device=f"cuda:{world.rank}")))
     try:
         check_agreed(plain(Config(optimizer=OptimizerConfig(lr=1 + world.rank))))
@@ -207,43 +207,6 @@ def three(world: World) -> dict[str, Any]:
         for name in ("exact", "sharded")[: world.size]:
             results[f"{name}, {kind}"] = train(build(world, PARALLEL[name], micro_batches=6, **options), range(2))
     return results
-
-
-def masks(world: World) -> tuple[dict[str, bool], list[bool]]:
-    """Whether this rank's masks, in every micro-batch, are its part of the masks that one process draws for the step,
-    and whether ranks that share sequences wait PATIENCE_S for each other.
-
-    With equal scores, and the identity as values, attention returns the weights, which are 0 where dropped.
-    """
-    H, T, layer, step = 4, 128, 1, 3
-    whole = keep_mask(DropoutKey(SEED, step, layer, first_sequence=0), 0.1, MICRO_BATCHES * B, H, T, T)
-    whole &= torch.ones(T, T, dtype=torch.bool).tril()
-    found, in_time = dict[str, bool](), list[bool]()
-    for context in (1, 2, 4):
-        for by, n_kv_heads in ((ContextBy.heads, H), (ContextBy.keys, 1)):  # one head cannot be shared
-            if world.size % context:
-                continue
-            torch.manual_seed(SEED)
-            gpt = GPT(
-                replace(MODEL, n_heads=H, n_kv_heads=n_kv_heads), 256, T, build_attention(AttentionConfig(dropout=0.1))
-            )
-            settings = TrainingConfig(batch_size=B, batch_tokens=B * T * MICRO_BATCHES, precision=Precision.fp32)
-            parallel = ParallelConfig(context=context)
-            config = Config(SEED, training=settings, parallel=parallel)
-            trainer = build_trainer(config, gpt, CPU, replace(world, context=context))
-            attend, rows = trainer.sharing.context or (gpt.attend, ((0, T),))
-            if isinstance(attend, ContextAttention):
-                in_time.append(attend.group._get_backend(CPU).options._timeout.total_seconds() == PATIENCE_S)
-            v = take_rows(torch.eye(T), rows, dim=0).expand(B, n_kv_heads, -1, -1)
-            kept = []
-            for micro_step in range(trainer.micro_steps):
-                key = trainer.dropout_key_for(step, micro_step).at_layer(layer)
-                weights = attend(v.new_zeros(B, H, *v.shape[2:]), torch.zeros_like(v), v, dropout_key=key).out
-                first = (micro_step * trainer.world.data_size + trainer.world.data_rank) * B
-                expected = take_rows(whole[first : first + B], rows, dim=2)
-                kept.append(torch.equal(weights != 0, expected))
-            found[f"{world.size // context} x {context} by {by.value}"] = all(kept)
-    return found, in_time
 
 
 def resume(world: World, folder: Path, step: int, data: DataParallel, kind: str) -> list[list[str]]:

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from attention.gpu import HAS_TRITON
 from recipe.distributed.exchange import Counter, add_pairwise
+from recipe.distributed.ranks import PATIENCE_S
 from recipe.distributed.sharded_update import with_bits_of_wholes
 from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
@@ -107,19 +108,8 @@ def test_replicated_ranks_share_the_moments_of_matrices(found: Found) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_split_into_ranks_with_other_sequences_or_other_rows_drops_the_same_weights(
-    found: Found, size: int
-) -> None:
-    splits = {f"{size // c} x {c} by {by}" for c in (1, 2, 4) if c <= size for by in ("heads", "keys")}
-    assert [rank["masks"] for rank in found[size]] == [dict.fromkeys(splits, True)] * size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_share_sequences_give_up_after_the_timeout_of_the_run(found: Found, size: int) -> None:
-    splits = [f"{size // c} x {c} by {by}" for c in (2, 4) if c <= size for by in ("heads", "keys")]
-    assert [rank["timeouts are the run's"] for rank in found[size]] == [[True] * len(splits)] * size
+def test_ranks_that_share_sequences_give_up_after_the_timeout_of_the_run(found: Found) -> None:
+    assert [rank["seconds of patience"] for rank in found[4]] == [PATIENCE_S] * 4
 
 
 @pytest.mark.slow
@@ -180,6 +170,7 @@ def test_sums_of_three_ranks_differ_by_rounding_alone(folder: Path, found: Found
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["heads, ", "keys, sharded, "])
 def test_shared_sequences_differ_by_rounding_alone(found: Found, name: str) -> None:
+    """Other dropout masks would make a larger difference; test_context.py compares what each row gets."""
     (alone,) = found[1]
     exact = alone["exact, "]
     expected = [float.fromhex(loss) for loss, _ in exact["updates"]]
