@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import resource
 import statistics
-import sys
 import time
 from array import array
 from collections.abc import Iterator
@@ -199,8 +198,7 @@ class StepMeter:
 
 def process_peak() -> int:
     """Bytes of this process in memory, at their peak since it started."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def device_name(device: torch.device) -> str:

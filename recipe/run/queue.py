@@ -195,7 +195,8 @@ class Queue:
                 return
             write_manifest(self.folder, jobs)
             running, report = RunningJobs(), Report(jobs, ahead, len(self.devices))
-            self.threads = max(1, cores() // min(len(self.devices), len(jobs)))
+            cores = len(os.sched_getaffinity(0))  # that this process may use
+            self.threads = max(1, cores // min(len(self.devices), len(jobs)))
             with forward_signals(running):
                 self.work([job for job in jobs if not job.done], running, report)
         report.close(self.folder, running.signal)
@@ -266,8 +267,3 @@ def chosen_devices(gpus: str | None, jobs: int = 1) -> list[str | None]:
         found = f"torch finds {count} GPUs; start the sweep with CUDA_VISIBLE_DEVICES=0,1 to use some of them"
         raise SweepError(f"hydra.launcher.gpus={gpus} must be all, on a machine with GPUs: {found}.")
     return list(os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count])
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -197,10 +197,8 @@ def verify(path: Path, parts: Sequence[str] = PARTS, *, read: bool = True) -> No
         file = path / name
         if name.split("/")[0] not in parts:
             continue
-        if not file.is_file():
-            raise CheckpointError(f"{path} is damaged: {name} is missing.")
-        if (size := file.stat().st_size) != expected["bytes"]:
-            raise CheckpointError(f"{path} is damaged: {name} has {size} bytes instead of {expected['bytes']}.")
+        if not file.is_file() or file.stat().st_size != expected["bytes"]:
+            raise CheckpointError(f"{path} is damaged: {name} is missing, or does not have {expected['bytes']} bytes.")
         if read and _sha256_once(file) != expected["sha256"]:
             raise CheckpointError(f"{path} is damaged: the content of {name} has changed since it was written.")
 
@@ -210,22 +208,21 @@ def read_manifest(path: Path) -> Manifest:
     try:
         content = read_json(path / MANIFEST)
         digest, written_in = content.pop("digest"), content.pop("format")
+        if written_in != FORMAT:
+            raise CheckpointError(
+                f"{path} is of checkpoint format {written_in}, and this version reads format {FORMAT}."
+            )
+        if digest != _digest(content):
+            raise CheckpointError(f"{path} is damaged: the content of {MANIFEST} has changed since it was written.")
+        manifest = Manifest(path, content["step"], content["metadata"], content["files"])
+        outside = [name for name in manifest.files if Path(name).is_absolute() or ".." in Path(name).parts]
+        if outside or not isinstance(manifest.metadata, dict):
+            raise ValueError
     except OSError as error:
         raise CheckpointError(
             f"{path} is not a checkpoint: its {MANIFEST} cannot be read ({error.strerror})."
         ) from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: its {MANIFEST} is not a manifest.") from error
-    if written_in != FORMAT:
-        raise CheckpointError(f"{path} is of checkpoint format {written_in}, and this version reads format {FORMAT}.")
-    if digest != _digest(content):
-        raise CheckpointError(f"{path} is damaged: the content of {MANIFEST} has changed since it was written.")
-    try:
-        manifest = Manifest(path, content["step"], content["metadata"], content["files"])
-        outside = [name for name in manifest.files if Path(name).is_absolute() or ".." in Path(name).parts]
-        if outside or not isinstance(manifest.metadata, dict):
-            raise ValueError
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: its {MANIFEST} is not a manifest.") from error
     return manifest
 

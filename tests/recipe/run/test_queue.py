@@ -78,7 +78,7 @@ def sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     script = here / "train.py"
     script.write_text(JOB)
     monkeypatch.setattr("recipe.run.queue.SECONDS_BETWEEN_POLLS", 0.01)
-    monkeypatch.setattr("recipe.run.queue.cores", lambda: 6)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
 
     def run(
         jobs: Sequence[str],
