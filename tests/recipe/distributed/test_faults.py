@@ -78,7 +78,6 @@ def kill_during_a_save(run: Path, torchrun: subprocess.Popen[bytes]) -> set[str]
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_a_killed_rank_and_an_interrupted_one_lose_nothing(here: Path) -> None:
     """torchrun starts the ranks again after a kill in a save; after the signal all stop, and one goes on alone."""
     shutil.copy(os.__file__, "text.txt")

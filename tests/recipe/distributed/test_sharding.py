@@ -30,7 +30,6 @@ def built(folder: Path, ranks: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory in /proc")
 def test_a_rank_takes_memory_for_its_shards_and_has_the_weights_of_one_process(tmp_path: Path) -> None:
     """The first rank, whose host draws the weights, has them all there; the other one has half."""
     (alone,), (first, second) = built(tmp_path, 1), built(tmp_path, 2)

@@ -55,7 +55,6 @@ def tasks_of(sweep: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the tasks in /proc")
 def test_a_job_of_two_tasks_is_queued_again_and_resumes_and_is_named_in_a_sentence_if_it_fails(tmp_path: Path) -> None:
     """From any folder: after the signal that Slurm sends shortly before the time limit, then with a task killed."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
