@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from functools import partial
 from itertools import pairwise
@@ -12,7 +11,6 @@ import torch
 
 from bench.attention.__main__ import main as attention
 from bench.attention.host import main as host
-from bench.machine import ROOT, environment
 from bench.measure import MIN_SAMPLES, Timing, interleaved
 from bench.record import RESULTS
 from bench.several_gpus import main as several_gpus
@@ -54,15 +52,6 @@ def test_one_outlier_does_not_move_the_result():
     timing = Timing.of([1.0, 1.1, 0.9, 1.0, 50.0])
     assert (timing.ms, timing.samples) == (1.0, 5)
     assert 0.9 <= timing.low <= timing.ms <= timing.high <= 1.1
-
-
-def test_environment_names_what_a_result_depends_on():
-    found = environment(CPU, packages=["numpy", "no-such-package"])
-    assert found["versions"]["torch"] == torch.__version__
-    assert "numpy" in found["versions"]
-    assert "no-such-package" not in found["versions"]
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    assert found["commit"] == (head.stdout.strip() if head.returncode == 0 else None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

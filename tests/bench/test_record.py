@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from bench.machine import ROOT
 from bench.record import RESULTS, Recorder, Row, measurement, read, result_file, write_table
 
 CPU = torch.device("cpu")
@@ -18,8 +20,8 @@ def now(**changed: object) -> Row:
 
 
 def test_a_row_has_its_measurement(tmp_path: Path) -> None:
-    head = measurement(["bench.some", "--text", "a b"], CPU, tokens=4)
-    with Recorder(tmp_path / "some.json", ("name",), head) as recorder:
+    made = measurement(["bench.some", "--text", "a b"], CPU, tokens=4)
+    with Recorder(tmp_path / "some.json", ("name",), made) as recorder:
         recorder.add({"name": "flash", "ms": 1.0})
     (row,) = read(recorder.path)
     assert (row["name"], row["ms"]) == ("flash", 1.0)
@@ -27,6 +29,8 @@ def test_a_row_has_its_measurement(tmp_path: Path) -> None:
     assert found["command"] == "python -m bench.some --text 'a b'"
     assert found["versions"]["torch"] == torch.__version__
     assert found["sizes"] == {"tokens": 4}
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert found["commit"] == (head.stdout.strip() if head.returncode == 0 else None)
     assert found["date"] <= found["ended"]
 
 

@@ -258,21 +258,13 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     assert documents(DataConfig(name="text", path="~/a.txt")) == documents(of_text(tmp_path / "a.txt"))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "notices"),
-    [
-        ([360, 340, 300], [r"held out for validation: \d\.txt, 3\d% of the text; one file alone would be cut\."]),
-        ([100] * 20, [r"held out for validation: \d+\.txt, \d+\.txt, 10% of the text"]),
-        ([1000], []),
-        ([100] * 20 + [0], [r"left out, because they are empty: .*/20\.txt\.", "held out for validation: "]),
-    ],
-)
-def test_what_is_held_out_and_empty_files_get_a_notice(tmp_path, sizes, notices):
-    for i, size in enumerate(sizes):
+def test_what_is_held_out_and_empty_files_get_a_notice(tmp_path):
+    for i, size in enumerate([100] * 20 + [0]):
         (tmp_path / f"{i}.txt").write_text("x" * size)
-    told = CORPORA["text"](of_text(tmp_path)).notices()
-    assert len(told) == len(notices)
-    assert all(re.search(expected, sentence) for expected, sentence in zip(notices, told, strict=True))
+    empty, held_out = CORPORA["text"](of_text(tmp_path)).notices()
+    assert re.fullmatch(r"left out, because they are empty: .*/20\.txt\.", empty)
+    assert re.match(r"held out for validation: \d+\.txt, \d+\.txt, 10% of the text", held_out)
+    assert CORPORA["text"](of_text(tmp_path / "0.txt")).notices() == []
 
 
 def test_files_that_are_no_text_are_named_on_every_run_that_leaves_them_out(tmp_path, capsys):

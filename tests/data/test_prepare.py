@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,14 +95,8 @@ def test_prepared_tokens_are_opened_without_reading_text(config, corpus, capsys)
 
 
 def test_each_recipe_of_preparation_has_a_separate_folder(config):
-    folders = {prepare(config).folder}
-    config.val_fraction = 0.3
-    folders.add(prepare(config).folder)
-    config.max_tokens = 1000
-    folders.add(prepare(config).folder)
-    config.tokenizer = "bpe"
-    folders.add(prepare(config).folder)
-    assert len(folders) == 4
+    changes: list[dict] = [{}, {"val_fraction": 0.3}, {"max_tokens": 1000}, {"tokenizer": "bpe"}]
+    assert len({prepare(replace(config, **change)).folder for change in changes}) == 4
 
 
 def test_the_identity_follows_the_tokens_and_not_the_place(config, corpus, tmp_path):
@@ -235,9 +230,8 @@ def test_an_interrupted_preparation_is_not_used_if_it_is_incomplete(config, corp
     folder = prepare(config).folder
     partial = folder.with_name(f".{folder.name}.partial")
     folder.rename(partial)
-    recipe = json.loads((partial / "manifest.json").read_text())["recipe"]
-    splits = json.loads((partial / "manifest.json").read_text())["splits"]
-    position = {"recipe": recipe, "stream": 1, "rows": 1, "room": None, "splits": splits}
+    manifest = json.loads((partial / "manifest.json").read_text())
+    position = {name: manifest[name] for name in ("recipe", "splits")} | {"stream": 1, "rows": 1, "room": None}
     (partial / "position.json").write_text(json.dumps(position | ({"recipe": {}} if damage == "recipe" else {})))
     if damage == "short file":
         (partial / "val.bin").write_bytes(b"")

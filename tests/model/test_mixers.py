@@ -1,4 +1,4 @@
-"""Models with mixers among their layers: documents, mistakes, operations, and the same bits where they are promised."""
+"""Models with mixers among their layers: mistakes, operations, and the same bits where they are promised."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mixers import MixerError
 from mixers.layers import LinearAttention, Mamba2
 from model.attention import SelfAttention
 from model.counting import flops_per_token
+from model.gpt import GPT
 from model.mistakes import model_mistakes
 from model.options import GPTConfig, Mixing, Positions
 from model.score import ScoreConfig
@@ -50,26 +51,15 @@ def test_the_pattern_is_repeated_and_scores_are_those_of_the_layers_with_attenti
     assert all(p.std().item() == pytest.approx(0.02 / 4, rel=0.1) for p in projections)  # 0.02 / sqrt(2 n_layers)
 
 
-@pytest.mark.parametrize("layers", [["gdn", "attention"], ["retnet"], ["kda"], ["mamba2"]])
-def test_a_document_of_a_packed_row_is_what_it_is_alone(layers: list[str]) -> None:
-    model = build(replace(HYBRID, layers=layers, n_layers=2), documents=True, restart_positions=True).eval()
-    tokens, _ = drawn()
-    bounds = [(0, 1), (1, 18), (18, 20), (20, T)]
-    starts = torch.cat([torch.full((2, end - begin), begin, dtype=torch.int32) for begin, end in bounds], dim=1)
-    packed = model(tokens, document_starts=starts)
-    for begin, end in bounds:
-        torch.testing.assert_close(packed[:, begin:end], model(tokens[:, begin:end]), rtol=1e-4, atol=1e-5)
+def trainer(model: GPT, optimizer: str = "adamw", **options: Any) -> Trainer:
+    training = TrainingConfig(steps=10, batch_size=2, **options)
+    config = Config(seed=7, training=training, model=model.config, optimizer=OptimizerConfig(optimizer))
+    return build_trainer(config, model, CPU, World())
 
 
-def trainer(layers: list[str], compile: bool = False) -> Trainer:
-    model = build(replace(HYBRID, layers=layers, n_layers=2, dropout=0.25), dropout=0.25)
-    training = TrainingConfig(steps=10, batch_size=2, batch_tokens=4 * T, compile=compile)
-    return build_trainer(Config(seed=7, training=training, model=model.config), model, CPU, World())
-
-
-def train(trainer: Trainer, *steps: int) -> list[float]:
+def train(of: Trainer, *steps: int) -> list[float]:
     batches = {step: [Batch(*drawn(seed=2 * step + micro)) for micro in range(2)] for step in steps}
-    return [float(trainer.update(step, batches[step])["train/loss"]) for step in steps]
+    return [float(of.update(step, batches[step])["train/loss"]) for step in steps]
 
 
 @pytest.mark.slow
@@ -78,7 +68,10 @@ def test_a_compiled_step_is_the_same_within_rounding_and_compiles_once(monkeypat
     counters = torch._dynamo.utils.counters
     counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    compiled, plain = (trainer(["gdn", "mamba2"], compile) for compile in (True, False))
+    config = replace(HYBRID, layers=["gdn", "mamba2"], n_layers=2, dropout=0.25)
+    compiled, plain = (
+        trainer(build(config, dropout=0.25), batch_tokens=4 * T, compile=compile) for compile in (True, False)
+    )
     assert train(compiled, 0) == pytest.approx(train(plain, 0), rel=1e-5)
     graphs = counters["stats"]["unique_graphs"]
     assert train(compiled, 1, 2) == pytest.approx(train(plain, 1, 2), rel=1e-5)
@@ -131,11 +124,9 @@ def test_what_no_mixer_does_is_refused_in_a_sentence() -> None:
 def test_a_step_in_bf16_with_documents_moves_every_parameter(optimizer: str) -> None:
     layers = ["kda", "mamba2", "gla", "retnet"]
     model = build(replace(HYBRID, layers=layers), documents=True)
-    training = TrainingConfig(steps=10, batch_size=2, precision=Precision.bf16)
-    config = Config(seed=7, training=training, model=model.config, optimizer=OptimizerConfig(optimizer))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     starts = torch.zeros(2, T, dtype=torch.int32)
     starts[:, 19:] = 19
-    step = build_trainer(config, model, CPU, World())
+    step = trainer(model, optimizer, precision=Precision.bf16)
     assert step.update(0, [Batch(*drawn(), starts)])["train/loss"].isfinite()
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())

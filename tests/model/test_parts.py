@@ -29,7 +29,6 @@ from model.options import (
     RopeScaling,
     Scaling,
 )
-from model.positions import attention_factor, frequencies
 from recipe.training.optimizer import hidden_matrices
 from tests.model.textbook import Textbook
 from tests.parts import EVERYTHING, GEMMA, LLAMA, PARTS, SMALL, built, window
@@ -84,36 +83,6 @@ def test_a_random_choice_of_parts_is_the_textbooks_model(seed):
     second = F.cross_entropy(logits, targets[:, 1:].flatten())
     torch.testing.assert_close(losses, torch.stack([loss, second]), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(model.objective(losses), loss + config.mtp * second, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        RopeScaling(Scaling.linear, 4.0),
-        RopeScaling(Scaling.llama3, 8.0, original=8192),
-        RopeScaling(Scaling.llama3, 32.0, original=4096, fast=6.0, slow=2.0),
-        RopeScaling(Scaling.yarn, 4.0, original=32768),
-        RopeScaling(Scaling.yarn, 32.0, original=4096, truncate=False),
-        RopeScaling(Scaling.yarn, 8.0, original=2048, fast=16.0, slow=2.0, attention_factor=1.5),
-    ],
-    ids=str,
-)
-def test_longer_sequences_turn_by_the_angles_of_transformers(scaling):
-    rope = pytest.importorskip("transformers.modeling_rope_utils")
-    transformers = pytest.importorskip("transformers")
-    theirs: dict[str, Any] = {"rope_type": scaling.kind.value, "rope_theta": 5e5, "factor": scaling.factor}
-    if scaling.kind is Scaling.yarn:
-        theirs |= {"beta_fast": scaling.fast or 32, "beta_slow": scaling.slow or 1, "truncate": scaling.truncate}
-        theirs |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
-    if scaling.kind is Scaling.llama3:
-        theirs |= {"low_freq_factor": scaling.slow or 1.0, "high_freq_factor": scaling.fast or 4.0}
-    if scaling.original:
-        theirs["original_max_position_embeddings"] = scaling.original
-    config = transformers.LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=theirs)
-    expected, factor = rope.ROPE_INIT_FUNCTIONS[scaling.kind.value](config)
-    ours = GPTConfig(n_heads=2, n_embd=256, positions=Positions.rotary, rope_base=5e5, rope_scaling=scaling)
-    torch.testing.assert_close(frequencies(ours), expected, rtol=1e-6, atol=0)
-    assert attention_factor(scaling) == pytest.approx(factor)
 
 
 def test_compiled_into_one_graph_a_step_is_the_same():

@@ -93,11 +93,13 @@ def test_sinks_are_learned_and_do_not_decay(name):
     assert group["weight_decay"] == 0
 
 
-@pytest.mark.parametrize("positions", Positions)
+MIXED = replace(SMALL, positions=Positions.none, n_layers=5, layers=["gdn", "kda", "mamba2", "retnet", "attention"])
+
+
+@pytest.mark.parametrize("config", [*(replace(SMALL, positions=positions) for positions in Positions), MIXED])
 @pytest.mark.parametrize("name", ["naive", "tiled"])
-def test_documents_of_a_row_are_what_they_are_alone(name, positions):
+def test_documents_of_a_row_are_what_they_are_alone(name, config):
     """With positions that restart, each document of a packed row has the logits that it has alone."""
-    config = replace(SMALL, positions=positions)
     model = built(config, name=name, documents=True, restart_positions=True).eval()
     starts = torch.tensor([[0] * 5 + [5] * 1 + [6] * 10, [0] * 16], dtype=torch.int32)
     packed = model(TOKENS, document_starts=starts)
@@ -105,7 +107,7 @@ def test_documents_of_a_row_are_what_they_are_alone(name, positions):
         torch.testing.assert_close(packed[row, first:last], model(TOKENS[row : row + 1, first:last])[0])
     masked = built(config, name=name, documents=True).eval()(TOKENS, document_starts=starts)
     torch.testing.assert_close(masked[0, :5], packed[0, :5])
-    if positions is Positions.learned:  # rotary positions are relative
+    if config.positions is Positions.learned:  # rotary positions are relative
         assert not torch.allclose(masked[0, 6:], packed[0, 6:])
 
 

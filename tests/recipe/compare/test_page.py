@@ -167,11 +167,19 @@ def open_in_browser(page: str, folder: Path, *flags: str) -> tuple[list[dict[str
     return json.loads(html.unescape(found[1])), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
+def assert_readable(frame: dict[str, Any]) -> None:
+    assert frame["scrollWidth"] <= frame["width"], "the page scrolls sideways"
+    assert frame["smallest"] >= 8, "labels are too small to read"
+    assert frame["outside"] == [], "labels are cut off"
+
+
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
 
 
 @needs_browser
-def test_the_page_opens_in_a_browser_on_a_phone_and_on_a_desk(page: str, report: Report, tmp_path: Path) -> None:
+def test_a_browser_shows_the_page_on_a_phone_on_a_desk_and_in_the_dark(
+    page: str, report: Report, tmp_path: Path
+) -> None:
     wrong = page.replace("</body>", "<script>nothing()</script></body>")  # which the console shows, and nothing else
     measured, console = open_in_browser(wrong, tmp_path)
     assert ["nothing is not defined" in line for line in console] == [True, True], console
@@ -180,18 +188,10 @@ def test_the_page_opens_in_a_browser_on_a_phone_and_on_a_desk(page: str, report:
         assert frame["headline"] == report.headline.text
         assert len(frame["figures"]) == sum(len(section.drawings) for section in report.sections)
         assert all(width > 250 and height > 80 for width, height in frame["figures"])
-        assert frame["scrollWidth"] <= frame["width"], "the page scrolls sideways"
-        assert frame["smallest"] >= 8, "labels are too small to read"
-        assert frame["outside"] == [], "labels are cut off"
+        assert_readable(frame)
     assert measured[1]["cut"] == 0, "a table is cut off on a desk"
-
-
-@needs_browser
-def test_the_page_is_dark_in_the_dark(page: str, tmp_path: Path) -> None:
-    light, _ = open_in_browser(page, tmp_path)
-    (tmp_path / "dark").mkdir()
-    dark, _ = open_in_browser(page, tmp_path / "dark", "--blink-settings=preferredColorScheme=0")
-    brightness = [sum(map(int, re.findall(r"\d+", frames[0]["background"])[:3])) for frames in (light, dark)]
+    dark, _ = open_in_browser(page, tmp_path, "--blink-settings=preferredColorScheme=0")
+    brightness = [sum(map(int, re.findall(r"\d+", frames[0]["background"])[:3])) for frames in (measured, dark)]
     assert brightness[0] > 700
     assert brightness[1] < 100
 

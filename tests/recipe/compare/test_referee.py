@@ -247,12 +247,7 @@ def test_the_ledgers_of_records_belong_to_their_tracks(monkeypatch: pytest.Monke
     judges = {file.parent: Judge("mini", str(file.parent)) for file in Path("records", "mini").rglob("ledger.json")}
     null = judges.pop(Path("records", "mini", "null")).ledger
     (mini,) = (judge.ledger for judge in judges.values())
-    text = Path("records", "README.md").read_text()
     assert (len(null.edits), len(null.kept)) == (100, 0)
-    firsts = [float(edit["pairs"][0]["difference"]) for edit in null.edits]
-    lucky = [gain for n, gain in enumerate(firsts) if gain < min([0.0, *firsts[:n]])]  # better than the best so far
-    assert f"keeps {len(lucky)} of them" in text
-    assert f"in {sum(len(edit['pairs']) for edit in null.edits)} pairs" in text
     assert [edit["commit"] == mini.edits[0]["commit"] for edit in mini.kept] == [True]
 
 

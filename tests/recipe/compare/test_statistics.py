@@ -152,14 +152,6 @@ def test_equal_arms_are_called_better_or_worse_in_five_sweeps_of_a_hundred_at_mo
     assert false_verdicts(gamma, arms, looks) <= ALPHA + 3 * np.sqrt(ALPHA * (1 - ALPHA) / SWEEPS)
 
 
-def test_the_page_of_the_arena_has_the_rows_of_the_simulation(capsys, monkeypatch):
-    monkeypatch.setattr(simulate, "SWEEPS", 200)  # a hundredth of the page's
-    simulate.main([])
-    page = (ROOT / "docs" / "arena.md").read_text()
-    for row in capsys.readouterr().out.strip().splitlines():
-        assert "|".join(row.split("|")[:3]) in page
-
-
 def gains_of(values: list[float]) -> Gains:
     gains = NO_GAINS
     for value in values:
@@ -230,11 +222,13 @@ def test_an_interval_holds_at_every_pair_at_once() -> None:
     assert gains_of([1.0, 1.1]).interval() == (-np.inf, np.inf)
 
 
-def test_the_page_of_the_referee_has_the_rows_of_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_have_the_rows_of_the_simulations(capsys, monkeypatch):
+    monkeypatch.setattr(simulate, "SWEEPS", 200)  # a hundredth of the page's
     monkeypatch.setattr(simulate, "spend", lambda noise, doubled, size, nights: (0.0, 1.0))
-    tables = "\n".join(simulate.referee_tables(10))
-    page = (ROOT / "docs" / "referee.md").read_text()
-    rows = [row for row in tables.splitlines() if row]
-    assert len(rows) == 13
-    for row in rows:
-        assert f"|{row.split('|')[1]}|" in page
+    simulate.main([])
+    tables = {"arena": (3, capsys.readouterr().out), "referee": (2, "\n".join(simulate.referee_tables(10)))}
+    for name, (columns, table) in tables.items():
+        page = (ROOT / "docs" / f"{name}.md").read_text()
+        rows = [row for row in table.strip().splitlines() if row]
+        assert len(rows) > 5
+        assert all("|".join(row.split("|")[:columns]) + "|" in page for row in rows)

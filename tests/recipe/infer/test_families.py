@@ -254,23 +254,28 @@ def test_with_a_cache_they_continue_as_transformers_does(kind, tmp_path):
     pytest.fail("every model repeats itself")
 
 
-YARN = {
-    "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9,
-    "intermediate_size": 24, "max_position_embeddings": 128,
+TURNS = {
+    "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9,
+    "intermediate_size": 24, "max_position_embeddings": 128, "rope_theta": 5e5,
 }  # fmt: skip
+YARN = ROPES[-1]
+SCALINGS: list[Any] = [(rope, key, {}) for rope in ROPES for key in rope.keys() - {"rope_type"}]
+SCALINGS += [
+    (YARN, "factor", {"factor": None}),
+    (YARN, None, {"truncate": False, "original_max_position_embeddings": 4096}),
+    (YARN, None, {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.5}),
+    (ROPES[2], None, {"low_freq_factor": 2.0, "high_freq_factor": 6.0, "original_max_position_embeddings": 4096}),
+]
 
 
-CUT: list[Any] = [(rope, key, {}) for rope in ROPES for key in rope.keys() - {"rope_type"}]
-
-
-@pytest.mark.parametrize(("rope", "key", "null"), [*CUT, (ROPES[-1], "factor", {"factor": None})])
-def test_a_scaling_without_a_key_has_the_angles_of_transformers_or_is_refused(rope, key, null):
-    content = YARN | {"rope_scaling": {name: value for name, value in rope.items() if name != key} | null}
+@pytest.mark.parametrize(("rope", "without", "more"), SCALINGS)
+def test_longer_sequences_turn_by_the_angles_of_transformers_and_a_key_that_it_needs_is_asked_for(rope, without, more):
+    content = TURNS | {"rope_scaling": {key: value for key, value in rope.items() if key != without} | more}
     try:
         theirs = transformers.AutoConfig.for_model(**content)
         frequencies, size = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, "cpu")
     except KeyError:
-        with pytest.raises(WeightsError, match=rf"rope_type={rope['rope_type']} without {key}; write it into config"):
+        with pytest.raises(WeightsError, match=rf"rope_type={rope['rope_type']} without {without}; write it into"):
             read_settings(content, "folder")
     else:
         ours = position_tables(read_settings(content, "folder").model, 128)
