@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -167,13 +167,7 @@ def test_a_kernels_digest_follows_its_code_and_all_that_it_calls_and_names(tmp_p
     for n, values in enumerate(same + other):
         path = tmp_path / f"kernels_{n}.py"
         path.write_text(SOURCES.format(**values))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module: Any = importlib.util.module_from_spec(spec)
-        module.JITFunction = JITFunction
-        spec.loader.exec_module(module)
-        digests.append(code_of(module.outer))
+        digests.append(code_of(runpy.run_path(str(path), {"JITFunction": JITFunction})["outer"]))
     assert len(set(digests[: len(same)])) == 1
     assert len(set(digests)) == 1 + len(other)
 

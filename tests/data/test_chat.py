@@ -55,8 +55,7 @@ def by_transformers(theirs: Any, messages: Any, **more: Any) -> tuple[list[int],
 
 def documents_of(split: Any) -> list[tuple[list[int], list[int]]]:
     """The tokens of each prepared conversation, and whether each is learned."""
-    stops = np.append(split.documents[1:] - 1, len(split.tokens))
-    bounds = zip(split.documents, stops, strict=True)
+    bounds = zip(split.documents, split.stops, strict=True)
     return [(split.tokens[a:b].tolist(), split.answers[a:b].tolist()) for a, b in bounds]
 
 

@@ -34,14 +34,18 @@ def write_losses(folder: Path, losses: Mapping[float, tuple[float, ...]]) -> Non
             write_run(folder / f"{lr}-{seed}", "flash", seed, overrides=changed, probe_every=0, summary=measured)
 
 
+def write_speed(folder: Path, attention: str, seq_len: int, speed: float, **more: Any) -> None:
+    shape = {"steps": 10, "seq_len": seq_len, "probe_every": 0} | more
+    write_run(folder / f"{attention}-{seq_len}", attention, tokens_per_s=speed, **shape)
+
+
 def write_wall(folder: Path) -> None:
     """naive fits up to 2,048 tokens and trains 1e8 / T tokens per second, flash 1e5."""
     for seq_len in (512, 1024, 2048, 4096, 8192):
         for attention, speed in (("naive", 1e8 / seq_len), ("flash", 1e5)):
             fits = attention == "flash" or seq_len <= 2048
             ended: dict[str, Any] = {} if fits else {"status": "out_of_memory", "stop": 0}
-            run = folder / f"{attention}-{seq_len}"
-            write_run(run, attention, steps=10, seq_len=seq_len, probe_every=0, tokens_per_s=speed, **ended)
+            write_speed(folder, attention, seq_len, speed, **ended)
 
 
 def test_out_of_memory_is_a_data_point_and_a_run_killed_before_its_first_step_fits_nothing(tmp_path: Path) -> None:
@@ -74,8 +78,7 @@ def test_on_a_cpu_the_memory_is_that_of_one_layer(tmp_path: Path) -> None:
 def test_a_crossover_is_one_that_lasts(tmp_path: Path, speeds: dict[int, float], text: str) -> None:
     for seq_len, times in speeds.items():
         for attention, factor in (("naive", 1.0), ("flash", times)):
-            run = tmp_path / f"{attention}{seq_len}"
-            write_run(run, attention, steps=10, seq_len=seq_len, probe_every=0, tokens_per_s=1e4 * factor)
+            write_speed(tmp_path, attention, seq_len, 1e4 * factor)
     assert headline_of(tmp_path) == (text, "none")
 
 
@@ -85,8 +88,8 @@ def test_a_speed_within_the_spread_of_steps_overtakes_nothing_and_one_run_on_a_c
 ) -> None:
     for seq_len in (256, 512):
         for attention, speed in (("naive", 1e4), ("flash", 1.3e4)):
-            run, kind = tmp_path / f"{attention}{seq_len}", {"device": {"type": device, "name": "it", "count": 1}}
-            write_run(run, attention, seq_len=seq_len, probe_every=0, tokens_per_s=speed, vary=vary, summary=kind)
+            kind = {"device": {"type": device, "name": "it", "count": 1}}
+            write_speed(tmp_path, attention, seq_len, speed, steps=400, vary=vary, summary=kind)
     assert crossovers(only_sweep(tmp_path)).get("flash", "none") == found
 
 
