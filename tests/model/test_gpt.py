@@ -95,17 +95,6 @@ def test_attention_is_asked_when_the_model_is_built():
     assert spy.shapes == [AttentionShape(8, 4, 2, torch.bfloat16, torch.device("cuda"), (Score(), Score()))]
 
 
-@pytest.mark.parametrize(("attention", "residual"), [(0.2, 0.0), (0.0, 0.2)])
-def test_dropout_is_a_function_of_the_key_and_of_nothing_else(attention, residual):
-    model = built(replace(SMALL, dropout=residual), dropout=attention)
-    loss = model(*window(), dropout_key=KEY)
-    torch.manual_seed(77)
-    assert torch.equal(loss, model(*window(), dropout_key=KEY))
-    assert not torch.equal(loss, model(*window(), dropout_key=replace(KEY, step=3)))
-    model.eval()
-    assert torch.equal(model(*window(), dropout_key=KEY), model(*window()))
-
-
 def test_each_layer_has_a_separate_mask():
     spy = Spy()
     spy.dropout = 0.5

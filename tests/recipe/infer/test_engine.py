@@ -200,18 +200,6 @@ def test_streams_of_random_numbers_are_exponential_and_independent():
     torch.testing.assert_close(noise.of(torch.zeros(slots, dtype=torch.int64))[1].double(), e[0, 0])
 
 
-def test_equal_prompts_with_separate_streams_get_the_same_tokens_as_alone():
-    model = build(seq_len=24)
-    (prompt,) = prompts(10)
-    streams = [(0, 0), (0, 1), (3, 0), (0, 2)]
-    sampling = Sampling(0.9, seed=5)
-    together = drained(Engine(model, [Request(prompt, 20, stream) for stream in streams], sampling, slots=2))
-    alone = [drained(Engine(model, [Request(prompt, 20, stream)], sampling))[0] for stream in streams]
-    assert together == alone
-    assert len({tuple(tokens) for tokens in together}) == 4
-    assert together[0] == expected(model, prompt, together[0], 0.9, seed=5)
-
-
 @pytest.mark.parametrize(
     ("options", "kept"),
     [

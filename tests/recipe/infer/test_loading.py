@@ -229,16 +229,13 @@ def test_pickles_of_others_are_refused_by_name_and_not_run(here):
     assert not (here / "harm").exists()
 
 
-def test_a_name_that_the_hub_does_not_give_is_named(monkeypatch):
-    def no_network(*_, **__):
-        raise ConnectionError("Cannot reach the hub\nlong advice")
+def test_a_name_is_fetched_from_the_hub_and_one_that_it_does_not_give_is_named(folder, monkeypatch):
+    def fetch(name, **_):
+        if name != "small-gpt2":
+            raise ConnectionError("Cannot reach the hub\nlong advice")
+        return str(folder)
 
-    monkeypatch.setattr("recipe.infer.huggingface.loading.snapshot_download", no_network)
+    monkeypatch.setattr("recipe.infer.huggingface.loading.snapshot_download", fetch)
+    load_gpt2(build(), "small-gpt2")
     with pytest.raises(WeightsError, match=r"init_from=gpt2 is not a folder here.*\(Cannot reach the hub\)"):
         load_gpt2(build(), "gpt2")
-
-
-def test_a_name_is_fetched_from_the_hub(folder, monkeypatch):
-    fetched = {"small-gpt2": str(folder)}
-    monkeypatch.setattr("recipe.infer.huggingface.loading.snapshot_download", lambda name, **_: fetched[name])
-    load_gpt2(build(), "small-gpt2")

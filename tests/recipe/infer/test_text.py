@@ -30,18 +30,6 @@ def pieces(tokens: Iterable[int], stop: str | None = None) -> list[str]:
     return [*found, text.rest()]
 
 
-def test_characters_of_several_tokens_are_never_split():
-    text = "déjà vu — 木 🦜"
-    found = pieces(text.encode())
-    assert "".join(found) == text
-    assert all("�" not in piece for piece in found)
-    assert "".join(pieces("木".encode()[:2])) == "�"
-
-
-def test_the_text_ends_before_its_end_token():
-    assert "".join(pieces((104, 105, TOKENIZER.eot_token, 104))) == "hi"
-
-
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [
