@@ -30,7 +30,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from recipe.run import process
@@ -45,7 +44,6 @@ from recipe.infer.generation.engine import Engine
 from recipe.infer.generation.sampling import Sampling
 from recipe.infer.generation.steps import decoding_attention
 from recipe.infer.generation.text import (
-    Continuation,
     continuations,
     in_order,
     open_new,
@@ -192,12 +190,12 @@ def write_texts(prompts: list[str], trained: Trained, sampling: Sampling, config
     elif config.prompts is not None:
         write(texts, len(requests), lambda continuation: print(continuation.as_json()))
     else:
-        write(in_order(texts), len(requests), partial(print_sample, config.samples))
-
-
-def print_sample(samples: int, continuation: Continuation) -> None:
-    """A text for people, below a line with its number."""
-    print(f"--- sample {continuation.sample + 1} of {samples}\n{continuation.prompt}{continuation.text}", flush=True)
+        title = f"of {config.samples}\n{config.prompt}"
+        write(
+            in_order(texts),
+            len(requests),
+            lambda one: print(f"--- sample {one.sample + 1} {title}{one.text}", flush=True),
+        )
 
 
 def run() -> None:

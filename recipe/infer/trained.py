@@ -152,7 +152,11 @@ def load_any(run: Path, choice: ModelChoice, seq_len: int | None = None, documen
         model = build_gpt(used, vocab_size, on, dtype)
         checkpoint = load_weights(model, run, choice)
     else:
-        refuse_choices(choice, run)
+        for name in ("checkpoint", "weights"):  # of which a folder of transformers has one
+            if (value := getattr(choice, name)) is not getattr(ModelChoice, name):
+                raise ConfigError(
+                    f"{name}={value.value} has no effect on {run}, a model of transformers; leave it out."
+                )
         with torch.device("meta"):
             model = build_gpt(used, vocab_size, on, dtype)
         model.materialise(on)
@@ -160,13 +164,6 @@ def load_any(run: Path, choice: ModelChoice, seq_len: int | None = None, documen
         checkpoint = run
     loaded = Loaded(config, model.eval().to(on), dtype, checkpoint)
     return Trained(**vars(loaded), tokenizer=tokenizer) if tokenizer else loaded
-
-
-def refuse_choices(choice: ModelChoice, folder: Path) -> None:
-    """Raise ConfigError for choices among checkpoints and weights, of which a folder of transformers has one."""
-    for name in ("checkpoint", "weights"):
-        if (value := getattr(choice, name)) is not getattr(ModelChoice, name):
-            raise ConfigError(f"{name}={value.value} has no effect on {folder}, a model of transformers; leave it out.")
 
 
 def inexact(attention: AttentionConfig) -> str | None:

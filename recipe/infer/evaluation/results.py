@@ -31,13 +31,9 @@ class Measured(NamedTuple):
 
 
 def show(one: Measured) -> None:
-    """Print a measurement: its metrics on one line."""
-    print(one.name, *(f"{metric} {formatted(value)}" for metric, value in one.metrics.items()), sep="  ", flush=True)
-
-
-def formatted(value: float) -> str:
-    """A count whole, a measurement to six digits."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    """Print a measurement: its metrics on one line, a count whole, others to six digits."""
+    shown = [f"{name} {x:,}" if isinstance(x, int) else f"{name} {x:.6g}" for name, x in one.metrics.items()]
+    print(one.name, *shown, sep="  ", flush=True)
 
 
 def record(run: Path, loaded: Loaded, every: Sequence[Measured]) -> None:

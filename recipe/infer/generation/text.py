@@ -92,7 +92,7 @@ def stream(
 
     Raises GenerationError, before the first piece is asked for.
     """
-    request = Request(tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token], tokens)
+    (request,) = requests_of([prompt], tokenizer, tokens)
     engine = Engine(model, [request], sampling, dtype=dtype)
     return (piece for _, piece in texts(engine, {request: continued(request, tokenizer, stop)}))
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attention.score import Score
+from model.gpt import GPT
 from model.mistakes import model_mistakes
 from model.norms import EPS, QK_EPS
 from model.options import Activation, AttentionBias, GPTConfig, ModelError, Positions, RopeScaling, Scaling
@@ -70,7 +71,7 @@ def read_settings(content: dict[str, Any], source: str) -> Settings:
     for option in ("n_layers", "n_heads", "n_embd", "vocab_size", *(["mlp_width"] if kind != "gpt2" else [])):
         values[option] = number(content, family.keys[option], values[option], source)
     values["norm_eps"] = number(content, family.keys["norm_eps"], values["norm_eps"], source, float)
-    key = "n_positions" if kind == "gpt2" else "max_position_embeddings"
+    key = longest_key(family)
     longest = number(content, key, family.defaults.get(key), source)
     values["tied"] = bool(values.get("tied", GPTConfig.tied))
     values |= family.parts | biases(family, content, source)
@@ -80,6 +81,11 @@ def read_settings(content: dict[str, Any], source: str) -> Settings:
     for flaw in model_mistakes(model):
         raise WeightsError(f"init_from={source} describes no model: {flaw}")
     return Settings(family, model, score(family, content, model.n_layers, source), longest)
+
+
+def longest_key(family: Family) -> str:
+    """The key of the longest input."""
+    return "n_positions" if family.kind == "gpt2" else "max_position_embeddings"
 
 
 def number(content: dict[str, Any], key: str, default: Any, source: str, kind: type[float] = int) -> Any:
@@ -153,10 +159,12 @@ def score(family: Family, content: dict[str, Any], n_layers: int, source: str) -
     return ScoreConfig("causal" if used is None and cap is None else family.kind, used, cap, layers=layers)
 
 
-def write_settings(family: Family, model: GPTConfig, scores: Sequence[Score], vocab_size: int) -> dict[str, Any]:
+def write_settings(family: Family, network: GPT) -> dict[str, Any]:
     """config.json of a model in a family, as far as the family has keys for its options."""
-    values = essence(model, scores, vocab_size)
+    model, scores = network.config, network.scores
+    values = essence(model, scores, network.vocab_size)
     content: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.kind}
+    content[longest_key(family)] = network.seq_len
     content |= {key: accepted[0] for key, accepted in family.fixed.items()}
     content |= {key: values[option] for option, key in family.keys.items()}
     content |= dict.fromkeys(family.biases, model.bias)

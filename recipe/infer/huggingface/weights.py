@@ -53,7 +53,7 @@ def describe(model: GPT, attention_dropout: float) -> Described:
             f"No architecture of transformers has this model's {named}. The nearest, without them, is {nearest}; "
             "docs/models.md lists what each has."
         )
-    content = longest_input(family, model) | write_settings(family, model.config, model.scores, model.vocab_size)
+    content = write_settings(family, model)
     content |= dropouts(family, model.config, attention_dropout) | {"initializer_range": 0.02}
     return Described(content, renamed(model, family))
 
@@ -61,7 +61,7 @@ def describe(model: GPT, attention_dropout: float) -> Described:
 def differences(model: GPT, family: Family) -> dict[str, Any]:
     """The model's options that change when it is written to a family's config.json and read back."""
     ours = essence(model.config, model.scores, model.vocab_size)
-    content = longest_input(family, model) | write_settings(family, model.config, model.scores, model.vocab_size)
+    content = write_settings(family, model)
     try:
         settings = read_settings(content, "export")
     except ModelError:  # the family's config.json does not describe a valid model
@@ -91,11 +91,6 @@ def of_scores(model: GPT, theirs: tuple[Any, ...]) -> dict[str, Any]:
     if ours.formula is not None:  # also one that only scales, which every implementation has
         asked |= {"formula": Option("score.formula", ours.formula)}
     return {option.name: option.value for name, option in asked.items() if name not in theirs[0].features()}
-
-
-def longest_input(family: Family, model: GPT) -> dict[str, Any]:
-    """The key of the longest input."""
-    return {"n_positions" if family.kind == "gpt2" else "max_position_embeddings": model.seq_len}
 
 
 def dropouts(family: Family, config: GPTConfig, attention_dropout: float) -> dict[str, float]:
