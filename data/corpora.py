@@ -28,7 +28,6 @@ from data.chat import chat_encoder, read_conversations, read_template
 from data.errors import DataError, brief, first_few, unreadable
 from data.files import (
     ACCEPTED,
-    CHARACTERS,
     TABLES,
     TEXT_SUFFIXES,
     TOKENS,
@@ -239,7 +238,7 @@ def text(config: DataConfig) -> Corpus:
     else:
         everything = _files_below(path, ("",), lambda name: name.startswith("."))
         files = [file for file in everything if kind(file) in TEXT_SUFFIXES]
-        others = sorted(file for file in set(everything) - set(files) if file.name != CHARACTERS)
+        others = sorted(set(everything) - set(files))
     if not files:
         raise DataError(
             f"data.path={config.path} holds no file that ends in one of {ACCEPTED}"
