@@ -23,13 +23,13 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> Path:
+def sweep(tmp_path):
     for attention in ("naive", "flash"):
         write_run(tmp_path / "sweep" / attention, attention, steps=60)
     return tmp_path / "sweep"
 
 
-def test_one_command_writes_the_report_into_the_sweep(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_command_writes_the_report_into_the_sweep(sweep, capsys):
     compare.main([str(sweep)])
     out = capsys.readouterr().out
     assert out.startswith("Parity is open for flash.\nreport: ")
@@ -40,14 +40,14 @@ def test_one_command_writes_the_report_into_the_sweep(sweep: Path, capsys: pytes
     assert capsys.readouterr().out == out
 
 
-def test_the_report_on_several_folders_is_in_a_new_folder(sweep: Path, here: Path) -> None:
+def test_the_report_on_several_folders_is_in_a_new_folder(sweep, here):
     compare.main(["sweep/naive", "sweep/flash"])
     assert (here / "report-out" / "index.html").is_file()
     compare.main(["sweep/naive", "sweep/flash", "out=elsewhere", "reference=flash"])
     assert "flash" in (here / "elsewhere" / "index.html").read_text()
 
 
-def test_runs_that_cannot_be_compared_are_in_separate_sections(tmp_path: Path) -> None:
+def test_runs_that_cannot_be_compared_are_in_separate_sections(tmp_path):
     for lr in (0.001, 0.01):
         for seed, (seq_len, batch_size) in enumerate(((128, 8), (256, 4))):
             folder, changed = tmp_path / f"{lr}-{seq_len}", {"optimizer.lr": lr}
@@ -59,7 +59,7 @@ def test_runs_that_cannot_be_compared_are_in_separate_sections(tmp_path: Path) -
         assert f"<h2>{title}</h2>" in page
 
 
-def test_torch_is_not_needed(sweep: Path) -> None:
+def test_torch_is_not_needed(sweep):
     """Importing torch, wandb or Hydra fails here, and the report is written all the same."""
     code = (
         "import sys\n"
@@ -75,7 +75,7 @@ def test_torch_is_not_needed(sweep: Path) -> None:
     assert (sweep / "report" / "index.html").is_file()
 
 
-def test_failures_are_one_sentence_and_a_status(tmp_path: Path, forked: None) -> None:
+def test_failures_are_one_sentence_and_a_status(tmp_path, forked):
     command = [sys.executable, str(ROOT / "compare.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
@@ -91,26 +91,24 @@ def test_failures_are_one_sentence_and_a_status(tmp_path: Path, forked: None) ->
         ([".", "wandb=maybe"], "wandb=maybe is not a mode; choose one of online, offline, disabled"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], sentence: str, here: Path) -> None:
+def test_mistakes_are_named(arguments, sentence, here):
     with pytest.raises(UserError, match=sentence):
         compare.main(arguments)
     assert list(here.iterdir()) == []
 
 
 @pytest.mark.parametrize("out", ["file", "file/below", "/proc/x"])
-def test_a_place_that_cannot_be_written_to_is_named(out: str, sweep: Path, here: Path) -> None:
+def test_a_place_that_cannot_be_written_to_is_named(out, sweep, here):
     (here / "file").write_text("")
     with pytest.raises(ReportError, match=rf"^the report cannot be written to {out} \(.+\), .* out=<folder>\.$"):
         compare.main([str(sweep), f"out={out}"])
 
 
-def test_a_full_disk_leaves_the_page_of_before_and_names_the_way_on(
-    sweep: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_page_of_before_and_names_the_way_on(sweep, monkeypatch):
     compare.main([str(sweep)])
     before = {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()}
 
-    def full(path: Path, *_: object, **__: object) -> None:
+    def full(path, *_, **__):
         assert list(path.parent.glob("figures/*.png"))
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -120,15 +118,13 @@ def test_a_full_disk_leaves_the_page_of_before_and_names_the_way_on(
     assert {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()} == before
 
 
-def test_a_reference_that_did_not_run_is_named(sweep: Path) -> None:
+def test_a_reference_that_did_not_run_is_named(sweep):
     with pytest.raises(ReportError, match="reference=navie is not among the runs; there are naive, flash"):
         compare.main([str(sweep), "reference=navie"])
 
 
 @pytest.mark.parametrize("mode", ["online", "offline", "disabled"])
-def test_the_report_joins_the_group_of_its_runs_in_wandb(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_joins_the_group_of_its_runs_in_wandb(mode, tmp_path, monkeypatch, capsys):
     tracked = {"tracking.mode": mode, "tracking.group": "sweep-1", "tracking.project": "mine"}
     for attention in ("naive", "flash"):
         write_run(tmp_path / "sweep" / attention, attention, steps=60, overrides=tracked)
@@ -146,7 +142,7 @@ def test_the_report_joins_the_group_of_its_runs_in_wandb(
     assert wandb.calls[1:] == [("file", str(report / "index.html")), ("artifact", "report"), ("finish", 0)]
 
 
-def test_a_wandb_that_hangs_costs_a_limited_time(sweep: Path, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wandb_that_hangs_costs_a_limited_time(sweep, forked, monkeypatch):
     """The process, too, ends: W&B's own threads do not hold it."""
     monkeypatch.setattr(publish, "LIMIT", 0.1)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=lambda **_: threading.Event().wait(100)))

@@ -15,7 +15,7 @@ NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "first_comparison.ipynb"
 
 
 @pytest.mark.slow
-def test_the_notebook_trains_compares_and_draws(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_trains_compares_and_draws(here, monkeypatch):
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     assert len(cells) == 10
     monkeypatch.setattr(sys, "path", [*sys.path])

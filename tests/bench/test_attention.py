@@ -29,7 +29,7 @@ def run(folder, *arguments: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> None:
+def quick_collections():
     """Keep the collector, which the benchmark runs after each candidate, off what other tests have left."""
     gc.collect()
     gc.freeze()
@@ -112,7 +112,7 @@ def test_flops_are_those_of_the_products_in_the_formula():
 
 
 def test_flops_count_visible_keys_alone():
-    def forward(variant: str) -> float:
+    def forward(variant):
         return Problem(B=1, H=1, T=4096, D=1, variant=variant, dropout=0.0, dtype=torch.float32, device=CPU).flops()[0]
 
     assert forward("causal") == forward("alibi") == 4 * 4096**2 / 2

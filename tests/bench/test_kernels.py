@@ -8,7 +8,6 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -60,7 +59,7 @@ class Check(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
+def check(tmp_path_factory):
     """The check of CI, with a record in which two kernels have other sources, and one of them too few registers."""
     record = Record.read()
     for name, most in ((GROWN, 1), (CHANGED, 255)):
@@ -78,7 +77,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_changed_kernels_and_one_of_each_kind_compile_and_only_one_that_grew_is_refused(check) -> None:
+def test_changed_kernels_and_one_of_each_kind_compile_and_only_one_that_grew_is_refused(check):
     _, *wrong = check.lines
     (line,) = wrong
     assert re.fullmatch(rf"{GROWN} has \d+ registers a thread; at most 1 are recorded", line)
@@ -87,7 +86,7 @@ def test_changed_kernels_and_one_of_each_kind_compile_and_only_one_that_grew_is_
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_length_and_no_position_recompiles_a_kernel(check) -> None:
+def test_no_length_and_no_position_recompiles_a_kernel(check):
     assert check.lengths == {"forward": 1, "dq": 1, "dkdv": 1}
 
 
@@ -97,7 +96,7 @@ def kernel(name: str = "group/sm90/case/forward", sources: str = "a") -> Kernel:
     return Kernel(name, sources, source, GPUTarget("cuda", 90, 32), {"enable_fp_fusion": True})
 
 
-def test_a_kernel_may_not_take_more_than_its_bound() -> None:
+def test_a_kernel_may_not_take_more_than_its_bound():
     assert not list(growth(kernel(), Report(FIGURES, 128, ()), FIGURES))
     less = Report(FIGURES._replace(registers=90, spilled=0, shared=8192), 128, ())
     assert not list(growth(kernel(), less, FIGURES))
@@ -108,7 +107,7 @@ def test_a_kernel_may_not_take_more_than_its_bound() -> None:
     assert list(growth(kernel(), Report(FIGURES, 128, ()), NEW)), "a new kernel must not spill"
 
 
-def test_a_kernel_must_fit_its_gpu() -> None:
+def test_a_kernel_must_fit_its_gpu():
     assert not list(faults(kernel(), Report(FIGURES, 128, ())))
     assert "shared memory" in next(faults(kernel(), Report(FIGURES._replace(shared=240_000), 128, ())))
     assert "registers a thread" in next(faults(kernel(), Report(FIGURES._replace(registers=176), 384, ())))
@@ -117,7 +116,7 @@ def test_a_kernel_must_fit_its_gpu() -> None:
     assert "overlap" in next(faults(kernel(), Report(FIGURES, 128, (16,))))
 
 
-def test_a_renewed_record_has_new_figures_and_the_others_become_bounds() -> None:
+def test_a_renewed_record_has_new_figures_and_the_others_become_bounds():
     new = FIGURES._replace(ptx="new", registers=80)
     record = Record(
         {"same": Entry("a", {"3.6": FIGURES}), "other": Entry("b", {"3.6": FIGURES}), "gone": Entry("c", {})}
@@ -131,7 +130,7 @@ def test_a_renewed_record_has_new_figures_and_the_others_become_bounds() -> None
     }
 
 
-def test_a_bound_is_that_of_the_same_triton_or_the_most_of_others() -> None:
+def test_a_bound_is_that_of_the_same_triton_or_the_most_of_others():
     fewer = FIGURES._replace(registers=90, spilled=20)
     record = Record({"k": Entry("a", {"3.6": FIGURES, "3.7": fewer})})
     assert bound(record, kernel("k", "a"), "3.7") == bound(record, kernel("k", "b"), "3.7") == fewer
@@ -140,7 +139,7 @@ def test_a_bound_is_that_of_the_same_triton_or_the_most_of_others() -> None:
     assert bound(record, kernel("added", "a"), "3.7") == NEW
 
 
-def test_other_code_from_the_same_sources_is_reported() -> None:
+def test_other_code_from_the_same_sources_is_reported():
     record = Record({"k": Entry("a", {"3.7": FIGURES})})
     assert not list(other_code(record, {"k": Report(FIGURES, 128, ())}, "3.7"))
     (line,) = other_code(record, {"k": Report(FIGURES._replace(ptx="other"), 128, ())}, "3.7")
@@ -159,7 +158,7 @@ outer = JITFunction(outer)
 '''
 
 
-def test_a_kernels_digest_follows_its_code_and_all_that_it_calls_and_names(tmp_path: Path) -> None:
+def test_a_kernels_digest_follows_its_code_and_all_that_it_calls_and_names(tmp_path):
     plain = {"step": 1, "docstring": "", "added": 1, "comment": ""}
     same = [plain, plain | {"docstring": "Adds one."}, plain | {"comment": "why"}]
     other = [plain | {"step": 2}, plain | {"added": 2}]
@@ -172,14 +171,14 @@ def test_a_kernels_digest_follows_its_code_and_all_that_it_calls_and_names(tmp_p
     assert len(set(digests)) == 1 + len(other)
 
 
-def test_canonical_ptx_is_the_same_for_other_register_numbers_and_comments() -> None:
+def test_canonical_ptx_is_the_same_for_other_register_numbers_and_comments():
     first = "ld %r7, [%rd3]; // from a.py:10\nadd.s32 %r8, %r7, 1;\n.reg .b32 %r<9>;"
     second = "ld %r1, [%rd1];\nadd.s32 %r2, %r1, 1; // moved\n.reg .b32 %r<3>;"
     assert canonical(first) == canonical(second)
     assert canonical(first) != canonical(second.replace("%r1, 1", "%r2, 1"))
 
 
-def test_a_barrier_that_overlaps_other_shared_memory_is_noticed() -> None:
+def test_a_barrier_that_overlaps_other_shared_memory_is_noticed():
     ptx = "add.s32 %r1, %r0, 64;\nmbarrier.init.shared::cta.b64 [%r1], 1;\n"
     assert overlapping_barriers(f"{ptx}st.shared.b32 [global_smem + 64], %r9;") == (64,)
     assert overlapping_barriers(f"{ptx}st.shared.b32 [global_smem + 72], %r9;") == ()

@@ -17,7 +17,7 @@ from model.options import GPTConfig, Positions
 from recipe.drawing import Chart, render_png
 
 
-def test_half_lives_are_those_of_the_decays() -> None:
+def test_half_lives_are_those_of_the_decays():
     torch.manual_seed(0)
     config = GPTConfig(n_layers=3, n_embd=32, positions=Positions.none, layers=["retnet", "gla", "attention"])
     model = GPT(config, 100, 32, build_attention(AttentionConfig())).eval()
@@ -33,7 +33,7 @@ def test_half_lives_are_those_of_the_decays() -> None:
     assert png.startswith(b"\x89PNG")
 
 
-def test_the_verdict_has_the_first_wrong_group_or_the_refusal() -> None:
+def test_the_verdict_has_the_first_wrong_group_or_the_refusal():
     right = {"status": "ok", "group": "lengths", "detail": ""}
     wrong = {"status": "FAIL", "group": "decays", "detail": "dq is off"}
     refused = {"status": "skip", "group": "states", "detail": "refused: no states"}
@@ -42,7 +42,7 @@ def test_the_verdict_has_the_first_wrong_group_or_the_refusal() -> None:
     assert verdict({"lines": [refused]}) == "states: refused: no states"
 
 
-def test_the_times_of_a_layer_have_a_ratio() -> None:
+def test_the_times_of_a_layer_have_a_ratio():
     rows: list[Any] = []
     for way, ms in (("package", 2.0), ("ours", 2.1), ("chunked", 30.0)):
         rows.append({"part": "layer", "mixer": "gdn", "way": way, "tokens": 8192, "ms": ms, "gib": 1.0})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ def now(**changed: object) -> Row:
     return {"command": "python -m bench.some", "device": "GPU", "versions": {"torch": "2"}, "sizes": {}} | changed
 
 
-def test_a_row_has_its_measurement(tmp_path: Path) -> None:
+def test_a_row_has_its_measurement(tmp_path):
     made = measurement(["bench.some", "--text", "a b"], CPU, tokens=4)
     with Recorder(tmp_path / "some.json", ("name",), made) as recorder:
         recorder.add({"name": "flash", "ms": 1.0})
@@ -35,7 +34,7 @@ def test_a_row_has_its_measurement(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"versions": {"torch": "3"}}, {"sizes": {"tokens": 8}}, {"device": "another"}])
-def test_rows_of_other_software_sizes_or_devices_leave_the_file(tmp_path: Path, changed: Row) -> None:
+def test_rows_of_other_software_sizes_or_devices_leave_the_file(tmp_path, changed):
     path = tmp_path / "some.json"
     Recorder(path, ("name",), now()).add({"name": "naive"})
     Recorder(path, ("name",), now(versions={"torch": "2", "python": "3.13"})).add({"name": "flash"})
@@ -47,8 +46,8 @@ def test_rows_of_other_software_sizes_or_devices_leave_the_file(tmp_path: Path, 
     assert len(json.loads(path.read_text())["measurements"]) == 1
 
 
-def test_a_measurement_that_fails_keeps_its_rows_and_has_no_end(tmp_path: Path) -> None:
-    def fail() -> None:
+def test_a_measurement_that_fails_keeps_its_rows_and_has_no_end(tmp_path):
+    def fail():
         with Recorder(tmp_path / "some.json", ("name",), now()) as recorder:
             recorder.add({"name": "flash"})
             raise RuntimeError("killed")
@@ -59,7 +58,7 @@ def test_a_measurement_that_fails_keeps_its_rows_and_has_no_end(tmp_path: Path) 
     assert row["measurement"]["ended"] is None
 
 
-def test_every_result_file_is_readable_and_names_its_measurements() -> None:
+def test_every_result_file_is_readable_and_names_its_measurements():
     for path in RESULTS.glob("*.json"):
         rows = read(path)
         assert rows, path
@@ -72,7 +71,7 @@ def test_every_result_file_is_readable_and_names_its_measurements() -> None:
             assert head["date"]
 
 
-def test_a_table_says_where_and_when_its_rows_were_measured_and_names_each_command_once(tmp_path: Path) -> None:
+def test_a_table_says_where_and_when_its_rows_were_measured_and_names_each_command_once(tmp_path):
     files = tmp_path / "ours.json", tmp_path / "theirs.json"
     for file, device, day in ((files[0], "GPU", 1), (files[0], "GPU", 3), (files[1], "CPU", 2)):
         head = now(device=device, date=f"2026-11-0{day}T10:00", commit="abc", command=f"python -m bench.{file.stem}")
@@ -88,7 +87,7 @@ def test_a_table_says_where_and_when_its_rows_were_measured_and_names_each_comma
     ]
 
 
-def test_a_file_that_is_no_result_ends_in_a_sentence(tmp_path: Path) -> None:
+def test_a_file_that_is_no_result_ends_in_a_sentence(tmp_path):
     for content in ("", "[]", '{"rows": [{"measurement": 3}], "measurements": []}'):
         (tmp_path / "x.json").write_text(content)
         with pytest.raises(SystemExit, match=r"^error: .*x\.json is no result of a benchmark .*; restore the file\.$"):

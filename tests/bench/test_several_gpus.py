@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-
-import pytest
 
 from bench import several_gpus
-from bench.record import Row
 from bench.several_gpus import KINDS, OF_BITS, cases, measure, table
 from recipe.run import compose
 
 
-def test_every_case_is_a_command_and_those_of_bits_have_the_same_step_on_any_number_of_gpus() -> None:
+def test_every_case_is_a_command_and_those_of_bits_have_the_same_step_on_any_number_of_gpus():
     assert {case["kind"] for case in cases(4)} == set(KINDS)
     for case in cases(4):
         config = compose.to_config(compose.composed(case["overrides"]))
@@ -26,8 +22,8 @@ def test_every_case_is_a_command_and_those_of_bits_have_the_same_step_on_any_num
             assert config.parallel.context == 4
 
 
-def test_bits_are_those_of_every_steps_loss_and_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(overrides: list[str], folder: Path, ranks: list[str]) -> Row:
+def test_bits_are_those_of_every_steps_loss_and_gradient(monkeypatch):
+    def train(overrides, folder, ranks):
         assert ranks[-1] == "--nproc-per-node=2"
         lines = ({"step": n, "train/loss": loss, "optim/grad_norm": 1.0} for n, loss in enumerate((3.0, last)))
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -40,7 +36,7 @@ def test_bits_are_those_of_every_steps_loss_and_gradient(monkeypatch: pytest.Mon
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_the_table_has_multiples_of_one_gpu_and_says_where_bits_differ() -> None:
+def test_the_table_has_multiples_of_one_gpu_and_says_where_bits_differ():
     fields = {"kind": "bits", "name": "shard", "status": "completed", "peak_allocated_gib": 12.0}
     rows = [
         fields | {"gpus": 1, "tokens_per_s": 5e5, "digest": "a"},

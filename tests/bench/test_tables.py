@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,11 +13,11 @@ from bench.tables import PLACE, TableError, main, pages
 RESULT = "| ms |\n| --- |\n| 1 |\n\nGPU, 2026-11-21\n\n- `python -m bench.some`\n"
 
 
-def test_every_table_is_up_to_date() -> None:
+def test_every_table_is_up_to_date():
     assert main(["--check"]) == 0, "run `make tables`"
 
 
-def test_every_result_is_shown_or_linked_and_no_table_of_figures_is_written_by_hand() -> None:
+def test_every_result_is_shown_or_linked_and_no_table_of_figures_is_written_by_hand():
     text = {page: page.read_text() for page in pages(ROOT)}
     shown = {name for content in text.values() for name in re.findall(r"bench/results/([\w-]+)\.md\)", content)}
     results = {path.stem: path.read_text() for path in RESULTS.glob("*.md")}
@@ -32,7 +31,7 @@ def test_every_result_is_shown_or_linked_and_no_table_of_figures_is_written_by_h
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Path:
+def page(tmp_path):
     """A page of a repository with one result."""
     (tmp_path / "README.md").touch()
     page = tmp_path / "docs" / "some.md"
@@ -44,7 +43,7 @@ def page(tmp_path: Path) -> Path:
     return page
 
 
-def test_a_table_is_pasted_with_its_source_and_then_up_to_date(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_is_pasted_with_its_source_and_then_up_to_date(page, capsys):
     root = page.parents[1]
     assert main(["--check"], root) == 1
     assert "out of date: docs/some.md: some-gpu" in capsys.readouterr().out
@@ -56,7 +55,7 @@ def test_a_table_is_pasted_with_its_source_and_then_up_to_date(page: Path, capsy
     assert main(["--check"], root) == 1
 
 
-def test_a_missing_result_is_named(page: Path) -> None:
+def test_a_missing_result_is_named(page):
     page.write_text("<!-- table: nonsense -->\n<!-- end -->\n")
     with pytest.raises(TableError, match=r"some\.md shows the table nonsense, and there is no nonsense\.md"):
         main(["--check"], page.parents[1])

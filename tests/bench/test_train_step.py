@@ -28,7 +28,7 @@ def test_every_cell_is_a_command_that_train_accepts(attention):
         assert config.training.steps == 60
 
 
-def test_the_table_has_each_kind_of_step_beside_nanogpts_of_the_same_shape_and_rate() -> None:
+def test_the_table_has_each_kind_of_step_beside_nanogpts_of_the_same_shape_and_rate():
     theirs: list[Row] = [
         {"shape": shape, "dropout": dropout, "status": "completed", "tokens_per_s": 500_000, "peak_allocated_gib": 21.9}
         for shape in ("32x1024", "16x2048") for dropout in (0.0, 0.1)
@@ -46,7 +46,7 @@ def test_the_table_has_each_kind_of_step_beside_nanogpts_of_the_same_shape_and_r
 
 
 def test_measuring_again_replaces_a_cell_alone_and_a_failure_keeps_earlier_rows(tmp_path, capsys):
-    def measured(cells: dict[str, Row], *extra: str) -> tuple[int, dict[str, float]]:
+    def measured(cells, *extra):
         """The exit status, and tokens/s by the name of the column."""
         recorder = Recorder(tmp_path / "t.json", IDENTITY, {"device": "some", "versions": {}, "sizes": {}})
         asked = [row(attention, extra=list(extra)) for attention in cells]

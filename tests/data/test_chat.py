@@ -43,7 +43,7 @@ def by_template(folder: Path, lines: list[Any], source: str) -> tuple[PreparedDa
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> PreparedData:
+def data(tmp_path_factory):
     return prepared(tmp_path_factory.mktemp("chat"), LINES)
 
 

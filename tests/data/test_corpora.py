@@ -6,7 +6,6 @@ import os
 import re
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -216,7 +215,7 @@ def test_unreadable_text_is_named(tmp_path, content, sentence):
 
 
 @pytest.fixture
-def reader() -> Iterator[Path]:
+def reader():
     """A folder in which file permissions apply to root too, which becomes another user meanwhile."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)

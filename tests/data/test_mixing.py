@@ -19,7 +19,7 @@ TEXTS = [np.arange(0, 400, dtype=np.uint16), np.arange(1000, 1300, dtype=np.uint
 T = 7
 
 
-def test_each_corpus_is_read_in_its_order_in_the_pattern_of_the_weights() -> None:
+def test_each_corpus_is_read_in_its_order_in_the_pattern_of_the_weights():
     alone = [Batches(text, T, GlobalBatch(1), seed=5) for text in TEXTS]
     expected, counts = [], [0, 0]
     for corpus in [0, 0, 1, 0] * 60:  # more than an epoch of both
@@ -29,7 +29,7 @@ def test_each_corpus_is_read_in_its_order_in_the_pattern_of_the_weights() -> Non
     assert np.array_equal(np.concatenate([mixed.stored(step).inputs for step in range(40)]), expected)
 
 
-def test_a_run_logs_the_loss_of_each_corpus_and_goes_on_where_it_stopped(here: Path) -> None:
+def test_a_run_logs_the_loss_of_each_corpus_and_goes_on_where_it_stopped(here):
     Path("a.txt").write_text("to be or not to be, that is the question\n" * 100)
     Path("b.txt").write_text("".join(chr(97 + n % 26) for n in range(4000)))
     small = [
@@ -64,6 +64,6 @@ def test_a_run_logs_the_loss_of_each_corpus_and_goes_on_where_it_stopped(here: P
         ({"path": ["a", "b"], "tokenizer": "bpe"}, "learns its tokens from one text"),
     ],
 )
-def test_a_mixture_that_cannot_be_is_one_sentence(options: dict, sentence: str) -> None:
+def test_a_mixture_that_cannot_be_is_one_sentence(options, sentence):
     (said,) = data_mistakes(DataConfig(name="text", **options))
     assert sentence in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,14 +38,14 @@ def unigram() -> tokenizers.Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("own") / "tokenizer.json"
     unigram().save(str(path))
     return path
 
 
 @pytest.fixture
-def config(file: Path, tmp_path: Path) -> DataConfig:
+def config(file, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     return DataConfig("text", str(tmp_path / "text.txt"), str(file), cache=str(tmp_path / "cache"))
 

@@ -65,7 +65,7 @@ def sequences(name: str, T: int, n: int = 40, seed: int = 3) -> list[Sequence]:
 
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("name", SOLVERS)
-def test_the_answers_follow_from_the_inputs_and_the_distance_leads_to_what_decides_them(name: str, T: int) -> None:
+def test_the_answers_follow_from_the_inputs_and_the_distance_leads_to_what_decides_them(name, T):
     for inputs, targets, distance in sequences(name, T, n=3):
         asked = np.flatnonzero(targets != IGNORED)
         assert len(asked)
@@ -76,7 +76,7 @@ def test_the_answers_follow_from_the_inputs_and_the_distance_leads_to_what_decid
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_tokens_fit_the_vocabulary_and_every_row_has_as_many_answers(name: str) -> None:
+def test_tokens_fit_the_vocabulary_and_every_row_has_as_many_answers(name):
     task = TASKS[name]
     for T in LENGTHS:
         found = sequences(name, T)
@@ -89,15 +89,15 @@ def test_tokens_fit_the_vocabulary_and_every_row_has_as_many_answers(name: str) 
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_always_giving_the_commonest_answer_is_about_chance(name: str) -> None:
+def test_always_giving_the_commonest_answer_is_about_chance(name):
     answers = np.concatenate([s.targets[s.targets != IGNORED] for s in sequences(name, 64, n=400)])
     commonest = np.bincount(answers).max() / len(answers)
     assert commonest < 2.5 * TASKS[name].chance
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_sequence_is_a_function_of_its_number_seed_and_split(name: str) -> None:
-    def inputs(seed: int, split: int, number: int) -> list[int]:
+def test_a_sequence_is_a_function_of_its_number_seed_and_split(name):
+    def inputs(seed, split, number):
         (one,) = drawn(TASKS[name], 64, seed, split, range(number, number + 1))
         return one.inputs.tolist()
 
@@ -106,7 +106,7 @@ def test_a_sequence_is_a_function_of_its_number_seed_and_split(name: str) -> Non
     assert inputs(1, TRAINING, 5) not in others
 
 
-def test_the_sequences_are_the_same_on_every_platform() -> None:
+def test_the_sequences_are_the_same_on_every_platform():
     (one,) = drawn(AssociativeRecall(), 32, 7, TRAINING, range(1))
     assert one.inputs.tolist()[:8] == EXPECTED
 
@@ -114,13 +114,13 @@ def test_the_sequences_are_the_same_on_every_platform() -> None:
 EXPECTED = [9, 24, 13, 29, 9, 24, 0, 0]
 
 
-def test_a_micro_batch_has_the_sequences_of_its_step() -> None:
+def test_a_micro_batch_has_the_sequences_of_its_step():
     task = AssociativeRecall()
     batch = TaskBatches(task, 32, GlobalBatch(2, rank=1, ranks=3), seed=1).stored(4)
     inputs, targets, _ = zip(*drawn(task, 32, 1, TRAINING, range(26, 28)), strict=True)
     assert (batch.inputs.tolist(), batch.targets.tolist()) == (np.stack(inputs).tolist(), np.stack(targets).tolist())
 
 
-def test_a_sequence_that_is_too_short_is_refused() -> None:
+def test_a_sequence_that_is_too_short_is_refused():
     with pytest.raises(DataError, match="data=mqar needs seq_len=32 or more, and seq_len=16 is less"):
         TaskBatches(AssociativeRecall(), 16, GlobalBatch(1), seed=1)

@@ -6,8 +6,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -40,9 +38,7 @@ ALIASES = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
     ids=lambda value: getattr(value, "__name__", str(value))[:20],
 )
-def test_content_that_would_take_much_time_or_memory_is_refused(
-    read: Callable[[Path], object], content: str, reason: str, tmp_path: Path
-) -> None:
+def test_content_that_would_take_much_time_or_memory_is_refused(read, content, reason, tmp_path):
     path = tmp_path / "file"
     path.write_text(content)
     begin = time.perf_counter()
@@ -51,7 +47,7 @@ def test_content_that_would_take_much_time_or_memory_is_refused(
     assert time.perf_counter() - begin < 5
 
 
-def test_a_file_larger_than_its_limit_is_not_read(tmp_path: Path) -> None:
+def test_a_file_larger_than_its_limit_is_not_read(tmp_path):
     with (tmp_path / "sparse.json").open("wb") as file:
         file.truncate(2**40)
     with pytest.raises(UntrustedError, match="is larger than 64 MiB"):
@@ -60,14 +56,14 @@ def test_a_file_larger_than_its_limit_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
-def test_a_path_that_is_no_regular_file_is_refused_at_once(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_path_that_is_no_regular_file_is_refused_at_once(make, tmp_path):
     make(tmp_path / "summary.json")
     for read in (read_json, read_yaml, read_end):
         with pytest.raises((UntrustedError, OSError)):
             read(tmp_path / "summary.json")
 
 
-def test_a_pipe_is_read_to_its_end_where_one_is_expected(tmp_path: Path) -> None:
+def test_a_pipe_is_read_to_its_end_where_one_is_expected(tmp_path):
     os.mkfifo(tmp_path / "prompts")
     writer = threading.Thread(target=(tmp_path / "prompts").write_text, args=("a\nb\n",))
     writer.start()
@@ -75,7 +71,7 @@ def test_a_pipe_is_read_to_its_end_where_one_is_expected(tmp_path: Path) -> None
     writer.join()
 
 
-def test_values_that_the_recipe_writes_can_be_read(tmp_path: Path) -> None:
+def test_values_that_the_recipe_writes_can_be_read(tmp_path):
     value = {"config": {"optimizer": {"betas": [0.9, 0.95], "eps": 1e-8}}, "message": "déjà", "seed": 2**64 - 1}
     (tmp_path / "value").write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
     assert read_json(tmp_path / "value") == value
@@ -92,7 +88,7 @@ def test_values_that_the_recipe_writes_can_be_read(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_tokenizer_that_train_does_not_write_is_refused(change: dict[str, object], tmp_path: Path) -> None:
+def test_a_tokenizer_that_train_does_not_write_is_refused(change, tmp_path):
     save_tokenizer(bpe_tokenizer(["a b a b"], 260), tmp_path)
     assert load_tokenizer(tmp_path).decode(load_tokenizer(tmp_path).encode_ordinary("abc")) == "abc"
     path = tmp_path / "tokenizer.json"

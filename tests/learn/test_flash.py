@@ -23,7 +23,7 @@ PROBLEMS = [
 
 @pytest.mark.parametrize("algorithm", FORWARD)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_forward_and_backward_are_those_of_the_formula(problem: Problem, algorithm: str) -> None:
+def test_forward_and_backward_are_those_of_the_formula(problem, algorithm):
     q, k, v, do = (x.double() for x in problem.inputs())
     for x in (q, k, v):
         x.requires_grad_()
@@ -36,20 +36,20 @@ def test_forward_and_backward_are_those_of_the_formula(problem: Problem, algorit
         assert torch.allclose(backward[name].double(), gradient, atol=1e-6), name
 
 
-def test_the_texts_example_gives_its_tile_sizes() -> None:
+def test_the_texts_example_gives_its_tile_sizes():
     assert block_sizes(d=3, M=59) == (3, 4)
     with pytest.raises(ValueError, match="use M=12 or more"):
         block_sizes(d=3, M=11)
 
 
-def test_flash_attention_1_has_the_traffic_of_algorithm_1() -> None:
+def test_flash_attention_1_has_the_traffic_of_algorithm_1():
     """N = 5, B_c = 4, B_r = 3: K and V are read once; each of two key tiles reads Q, O, l, m and writes O, l, m."""
     traffic = solve(Problem(), "flash_1").traffic
     assert traffic.read == 2 * 15 + 2 * (15 + 15 + 5 + 5)
     assert traffic.written == 2 * (15 + 5 + 5)
 
 
-def test_traffic_falls_with_memory_as_in_the_theorem_and_that_of_standard_attention_does_not() -> None:
+def test_traffic_falls_with_memory_as_in_the_theorem_and_that_of_standard_attention_does_not():
     N, d = 32, 4
     curves = count_traffic(N, d)
     standard, flash = curves.moved["standard"], curves.moved["flash_1"]

@@ -30,7 +30,7 @@ CHOICE = FIRST | {"mask": "causal", "dropout": 0.25}
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory):
     out = tmp_path_factory.mktemp("learn") / "walk.html"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         main([f"out={out}"])
@@ -51,7 +51,7 @@ def dump(address: str, profile: Path, *more_flags: str) -> str:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("algorithm", ["flash_1", "flash_2"])
-def test_every_number_of_every_step_is_the_tensors(algorithm: str, direction: str) -> None:
+def test_every_number_of_every_step_is_the_tensors(algorithm, direction):
     choice = CHOICE | {"algorithm": algorithm, "direction": direction}
     recording = record_choice(choice)
     seen: dict[str, list[list[str]]] = {}
@@ -68,7 +68,7 @@ def test_every_number_of_every_step_is_the_tensors(algorithm: str, direction: st
                         assert value <= torch.finfo(torch.float32).min
 
 
-def test_every_line_that_runs_has_a_reason_and_every_reason_a_line() -> None:
+def test_every_line_that_runs_has_a_reason_and_every_reason_a_line():
     for algorithm, direction in itertools.product(("flash_1", "flash_2"), ("forward", "backward")):
         of_lines = OF_FUNCTIONS[f"{algorithm}_{direction}"]
         run = set()
@@ -81,7 +81,7 @@ def test_every_line_that_runs_has_a_reason_and_every_reason_a_line() -> None:
         assert run == of_lines.keys()
 
 
-def test_memory_that_a_tile_has_freed_is_not_counted() -> None:
+def test_memory_that_a_tile_has_freed_is_not_counted():
     """FlashAttention-2 with its first queries and the second, last tile of keys."""
     recording = record_choice(FIRST)
     idle = {
@@ -192,8 +192,8 @@ def walk(asked: list[dict[str, Any]], stride: int) -> str:
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize(("N", "d", "M", "stride", "first"), [(5, 3, 59, 8, 21), (8, 2, 36, 11, 10_000)])
 def test_a_browser_shows_the_step_that_was_asked_for_and_the_numbers_of_every_algorithm(
-    page: Path, tmp_path: Path, N: int, d: int, M: int, stride: int, first: int
-) -> None:
+    page, tmp_path, N, d, M, stride, first
+):
     """Forward and backward, with every mask, with and without dropout; and on a wide screen nothing is cut off."""
     varied = ("algorithm", "direction", "mask", "dropout")
     values = itertools.product(*(CHOICES[name] for name in varied))
@@ -213,7 +213,7 @@ def test_a_browser_shows_the_step_that_was_asked_for_and_the_numbers_of_every_al
     assert {step["shown"] for step in seen["cut_off"]} == {"none"}
 
 
-def test_the_page_holds_every_setting_and_needs_no_network(page: Path) -> None:
+def test_the_page_holds_every_setting_and_needs_no_network(page):
     text = page.read_text()
     assert not re.search(r'(src|href)="(https?:)?//', text)
     assert key_of(FIRST).count("|") == 6
@@ -221,7 +221,7 @@ def test_the_page_holds_every_setting_and_needs_no_network(page: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_the_documentation_becomes_a_site_with_the_page_and_without_a_warning(page: Path, tmp_path: Path) -> None:
+def test_the_documentation_becomes_a_site_with_the_page_and_without_a_warning(page, tmp_path):
     """As `make docs` makes it."""
     pytest.importorskip("sphinx")
     command = [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html"]
@@ -231,9 +231,7 @@ def test_the_documentation_becomes_a_site_with_the_page_and_without_a_warning(pa
     assert (tmp_path / "walk.html").read_bytes() == page.read_bytes()
 
 
-def test_a_page_that_cannot_be_written_ends_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_that_cannot_be_written_ends_in_a_sentence(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setattr(sys, "argv", ["learn", f"out={tmp_path / 'file' / 'page.html'}"])
     with pytest.raises(SystemExit, match="1"):
@@ -270,9 +268,7 @@ DRIVE = """const wait = (ms) => new Promise((done) => setTimeout(done, ms));
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_buttons_keys_slider_and_controls_step_through_the_recording_on_a_narrow_dark_screen(
-    page: Path, tmp_path: Path
-) -> None:
+def test_buttons_keys_slider_and_controls_step_through_the_recording_on_a_narrow_dark_screen(page, tmp_path):
     """At 844 pixels all but the program is seen at once, from the buttons on."""
     flags = ("--window-size=390,844", "--blink-settings=preferredColorScheme=0")
     seen = driven(page, tmp_path, DRIVE, CUT_OFF, flags=flags)

@@ -26,7 +26,7 @@ def unpacked(bits: Tensor, C: int) -> Tensor:
 @pytest.mark.parametrize(("n_sites", "B", "T", "C"), SHAPES)
 @pytest.mark.parametrize("key", [KEY, replace(KEY, first_head=2, first_query=32)], ids=["whole", "part"])
 @pytest.mark.parametrize("p", [1 / 256, 0.1, 0.5, 255 / 256])
-def test_bits_are_the_keep_mask(p: float, key: DropoutKey, n_sites: int, B: int, T: int, C: int) -> None:
+def test_bits_are_the_keep_mask(p, key, n_sites, B, T, C):
     keep = keep_mask(replace(key, layer=LAYER, first_head=0), p, B, n_sites, T, C)
     masks = draw_masks(key, p, n_sites, B, T, C, CPU)
     assert len(masks) == n_sites
@@ -35,7 +35,7 @@ def test_bits_are_the_keep_mask(p: float, key: DropoutKey, n_sites: int, B: int,
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_dropped_values_are_zero_and_the_others_are_scaled_up(dtype: torch.dtype) -> None:
+def test_dropped_values_are_zero_and_the_others_are_scaled_up(dtype):
     n_sites, B, T, C = SHAPES[0]
     x = torch.randn(B, T, C, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     for site, mask in enumerate(draw_masks(KEY, 0.1, n_sites, B, T, C, CPU)):
@@ -48,7 +48,7 @@ def test_dropped_values_are_zero_and_the_others_are_scaled_up(dtype: torch.dtype
         torch.testing.assert_close(gradient.double(), weight, rtol=torch.finfo(dtype).eps, atol=0)
 
 
-def test_the_operator_is_sound() -> None:
+def test_the_operator_is_sound():
     torch.library.opcheck(torch.ops.gpt.draw_bits, (KEY.pack(CPU), 0.1, 2, 2, 20, 30))
 
 
@@ -67,5 +67,5 @@ for (n_sites, B, T, C), p in zip({[*SHAPES, (2, 1, 300, 128)]}, (1 / 256, 0.1, 0
 """
 
 
-def test_the_kernel_draws_the_same_bits() -> None:
+def test_the_kernel_draws_the_same_bits():
     run_interpreted(KERNEL)

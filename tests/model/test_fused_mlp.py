@@ -82,7 +82,7 @@ def test_compiled_and_recomputed_it_stores_nothing_of_its_width(recompute, monke
     mlp, stored = MLP(GPTConfig(n_layers=1, n_heads=1, n_embd=16)), list[Tensor]()
     compiled = torch.compile(lambda x: call(recompute, mlp, x), fullgraph=True, backend="aot_eager")
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         stored.append(tensor)
         return tensor
 

@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from attention import AttentionConfig, Score, SDPABackend, build_attention
 from attention.dropout import DropoutKey, keep_mask
@@ -109,7 +108,7 @@ def test_each_site_of_the_residual_stream_has_a_separate_mask(recompute):
     model = built(replace(SMALL, dropout=0.25), name="sdpa", computation=Computation(recompute))
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def remember(name: str, _: Module, given: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
+    def remember(name, _, given, out):
         seen[name] = (given[0].detach(), (out[0] if isinstance(out, tuple) else out).detach())
 
     for name, module in model.named_modules():
@@ -201,7 +200,7 @@ def test_a_compiled_step_stores_the_masks_of_the_residual_stream_as_bits():
     model = built(replace(SMALL, n_layers=2, dropout=0.1))
     stored: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         if tensor.dtype in (torch.uint8, torch.bool):
             stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor

@@ -15,7 +15,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # hidden, weight, targets
 
 
 @pytest.fixture
-def inputs() -> Inputs:
+def inputs():
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 21, C, generator=generator, requires_grad=True)
     weight = torch.randn(PADDED, C, generator=generator, requires_grad=True)
@@ -32,13 +32,13 @@ def with_gradients(
 
 
 @pytest.mark.parametrize("rows", [1, 16, 42, 1000])
-def test_chunked_equals_plain_for_every_chunk_size(inputs: Inputs, rows: int) -> None:
+def test_chunked_equals_plain_for_every_chunk_size(inputs: Inputs, rows):
     plain, chunked = (with_gradients(*inputs, kind, rows) for kind in (LossKind.plain, LossKind.chunked))
     torch.testing.assert_close(chunked, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_chunked_is_as_exact_as_plain_under_autocast(inputs: Inputs, dtype: torch.dtype) -> None:
+def test_chunked_is_as_exact_as_plain_under_autocast(inputs: Inputs, dtype):
     hidden, weight, targets = inputs
     reference = with_gradients(hidden.double(), weight.double(), targets, LossKind.plain)
     with torch.autocast("cpu", dtype):
@@ -48,7 +48,7 @@ def test_chunked_is_as_exact_as_plain_under_autocast(inputs: Inputs, dtype: torc
         assert ours.dtype == torch.float32
 
 
-def test_weight_gradient_is_summed_over_chunks_in_fp32() -> None:
+def test_weight_gradient_is_summed_over_chunks_in_fp32():
     # Each of 4,096 rows adds a gradient of the same sign: a bf16 sum would stop growing at a fraction of the total.
     hidden = torch.ones(4096, 4, dtype=torch.bfloat16)
     weight = torch.zeros(64, 4, requires_grad=True)
@@ -57,7 +57,7 @@ def test_weight_gradient_is_summed_over_chunks_in_fp32() -> None:
     torch.testing.assert_close(gradient[0], torch.full((4,), 1 / 64 - 1), rtol=2e-3, atol=0)
 
 
-def test_no_more_than_a_chunk_of_logits_exists() -> None:
+def test_no_more_than_a_chunk_of_logits_exists():
     hidden, weight, targets = torch.randn(512, 4), torch.randn(1024, 4), torch.randint(1024, (512,))
     largest = []
     for rows in (512, 16):
@@ -67,7 +67,7 @@ def test_no_more_than_a_chunk_of_logits_exists() -> None:
     assert largest == [512 * 1024 * 4, 16 * 1024 * 4]
 
 
-def test_evaluation_computes_no_gradients(inputs: Inputs) -> None:
+def test_evaluation_computes_no_gradients(inputs: Inputs):
     hidden, weight, targets = inputs
     with torch.no_grad():
         chunked, plain = (cross_entropy(*inputs, VOCAB, kind) for kind in (LossKind.chunked, LossKind.plain))
@@ -77,14 +77,14 @@ def test_evaluation_computes_no_gradients(inputs: Inputs) -> None:
 
 
 @pytest.mark.parametrize("with_gradients", [True, False])
-def test_custom_op_passes_opcheck(inputs: Inputs, with_gradients: bool) -> None:
+def test_custom_op_passes_opcheck(inputs: Inputs, with_gradients):
     hidden, weight, targets = inputs
     hidden = hidden.detach().flatten(0, 1).requires_grad_(with_gradients)
     weight = weight.detach().requires_grad_(with_gradients)
     torch.library.opcheck(chunked_cross_entropy, (hidden, weight, targets.flatten(), VOCAB, with_gradients, 16))
 
 
-def test_auto_is_plain_on_the_cpu() -> None:
+def test_auto_is_plain_on_the_cpu():
     hidden, weight = torch.randn(64, 8), torch.randn(LARGE_VOCABULARY, 8, requires_grad=True)
     targets = torch.randint(LARGE_VOCABULARY, (64,))
     gradients: list[Tensor] = []

@@ -41,7 +41,7 @@ PURE = replace(HYBRID, positions=Positions.none, n_layers=2)
 build, drawn = partial(built, seq_len=T), partial(window, T=T)
 
 
-def test_the_pattern_is_repeated_and_scores_are_those_of_the_layers_with_attention() -> None:
+def test_the_pattern_is_repeated_and_scores_are_those_of_the_layers_with_attention():
     config = replace(HYBRID, layers=["gdn", "mamba2", "kda", "attention"], n_layers=8)
     model = build(config, score=ScoreConfig(layers=[{}, {}, {}, {"window": 9}]))
     kinds = [type(getattr(block.attn, "mixer", block.attn)) for block in model.h]
@@ -63,7 +63,7 @@ def train(of: Trainer, *steps: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_compiled_step_is_the_same_within_rounding_and_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_step_is_the_same_within_rounding_and_compiles_once(monkeypatch):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -78,7 +78,7 @@ def test_a_compiled_step_is_the_same_within_rounding_and_compiles_once(monkeypat
     assert counters["stats"]["unique_graphs"] == graphs > 0
 
 
-def test_operations_are_those_of_the_recurrences_beside_the_matrices() -> None:
+def test_operations_are_those_of_the_recurrences_beside_the_matrices():
     model = build(replace(PURE, layers=["gdn", "mamba2"]))
     matrices = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and not n.endswith("conv.weight"))
     matrices -= (len(model.wte.weight) - 100) * 32
@@ -98,17 +98,17 @@ def test_operations_are_those_of_the_recurrences_beside_the_matrices() -> None:
         ({"mtp": 0.1}, "model.mtp needs attention in every layer"),
     ],
 )
-def test_layers_that_do_not_fit_are_refused_in_a_sentence(change: dict[str, Any], says: str) -> None:
+def test_layers_that_do_not_fit_are_refused_in_a_sentence(change, says):
     (sentence,) = model_mistakes(replace(HYBRID, **change))
     assert sentence.startswith(says)
 
 
-def test_kernels_that_the_device_lacks_are_refused_when_the_model_is_built() -> None:
+def test_kernels_that_the_device_lacks_are_refused_when_the_model_is_built():
     with pytest.raises(MixerError, match="mixer=fla needs a GPU and not cpu; choose mixer=chunked"):
         build(replace(HYBRID, mixer=Mixing.fla))
 
 
-def test_what_no_mixer_does_is_refused_in_a_sentence() -> None:
+def test_what_no_mixer_does_is_refused_in_a_sentence():
     config = Config(model=HYBRID, parallel=ParallelConfig(DataParallel.shard), device="cpu")
     (sentence,) = mistakes(config)
     assert sentence.startswith("model.layers needs parallel.data=replicate and parallel.context=1")
@@ -121,7 +121,7 @@ def test_what_no_mixer_does_is_refused_in_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_step_in_bf16_with_documents_moves_every_parameter(optimizer: str) -> None:
+def test_a_step_in_bf16_with_documents_moves_every_parameter(optimizer):
     layers = ["kda", "mamba2", "gla", "retnet"]
     model = build(replace(HYBRID, layers=layers), documents=True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -47,7 +47,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled"])
-def test_after_a_million_tokens_gates_are_right_to_a_hundred_thousandth(name: str):
+def test_after_a_million_tokens_gates_are_right_to_a_hundred_thousandth(name):
     """The last 40 of 2^20 tokens: each sum is about -700,000, where numbers of fp32 are 0.06 apart."""
     module, x = gates(), torch.randn(1, 2**20, 4)
     gate = module.made["c"]
@@ -69,7 +69,7 @@ def test_after_a_million_tokens_gates_are_right_to_a_hundred_thousandth(name: st
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-5, check_dtype=False)
 
 
-def test_a_model_computes_with_sums_in_parts_from_some_length_on(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_computes_with_sums_in_parts_from_some_length_on(monkeypatch):
     model = build(score=ScoreConfig(formula=str(GATES.formula), tensors={"c": score_tensors.FORGET_GATE}))
     model(TOKENS, TOKENS).backward()
     before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -85,7 +85,7 @@ def test_a_model_computes_with_sums_in_parts_from_some_length_on(monkeypatch: py
 
 
 @pytest.mark.parametrize("formula", ["s + 2 * (c[h, i] - c[h, j])", "s + c[h, i] - c[h, j] + sin(c[h, j])"])
-def test_other_formulas_of_a_sum_read_it_whole(formula: str):
+def test_other_formulas_of_a_sum_read_it_whole(formula):
     module = ScoreTensors(Score(formula=formula), {}, {"c": score_tensors.FORGET_GATE}, channels=4, n_heads=2)
     score, named = module(torch.randn(1, 1100, 4))
     assert (score.formula, set(named)) == (formula, {"c"})

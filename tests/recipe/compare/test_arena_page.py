@@ -6,13 +6,11 @@ import datetime
 import html
 import json
 import time
-from pathlib import Path
 
 import pytest
 
 from compare import main
 from recipe.compare.arena_page import added_too_often, arena_headline, go_on, skewed, write_arena_report
-from recipe.compare.page import Report
 from recipe.compare.runs import find_runs
 from recipe.errors import UserError
 from tests.recipe.compare.reading import arena_of, edit, plan_of, rows_of
@@ -24,7 +22,7 @@ EFFECTS = {"causal": 0.0, "alibi": -0.1, "window": 0.05, "sinks": 1e-5, "odd <b>
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Every verdict, a diverged seed, a slow arm that wins, learning rates, and a command to go on."""
     folder = tmp_path_factory.mktemp("multirun") / "10-00-00"
     return write_arena(
@@ -39,11 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(folder: Path) -> Report:
+def report(folder):
     return write_arena_report(find_runs([folder]), plan_of(folder), folder, folder / "report")
 
 
-def test_the_headline_and_a_line_for_each_arm_give_the_answer(report: Report) -> None:
+def test_the_headline_and_a_line_for_each_arm_give_the_answer(report):
     assert report.headline.text == (
         "alibi is better than causal; window is worse; sinks is equivalent; odd <b>&|*arm* is undecided (6 seeds)"
     )
@@ -55,7 +53,7 @@ def test_the_headline_and_a_line_for_each_arm_give_the_answer(report: Report) ->
     assert (row["verdict"], row["seeds"]) == ("undecided", "6, 1 diverged")
 
 
-def test_the_files_are_complete(folder: Path, report: Report) -> None:
+def test_the_files_are_complete(folder, report):
     out = folder / "report"
     assert {path.name for path in out.iterdir()} == {"index.html", "runs.csv", "arena.json", "figures"}
     names = {path.stem for path in (out / "figures").glob("*.png")}
@@ -69,7 +67,7 @@ def test_the_files_are_complete(folder: Path, report: Report) -> None:
     assert arms["odd <b>&|*arm*"]["differences"]["2"] == "inf"
 
 
-def test_probes_are_columns_with_paired_differences(report: Report) -> None:
+def test_probes_are_columns_with_paired_differences(report):
     (table,) = (table for table in report.sections[0].tables if table.name == "probes")
     rows = {(probe, arm): (mean, apart) for probe, arm, mean, apart in table.rows}
     assert rows["mqar", "causal"][1] == "-"
@@ -79,7 +77,7 @@ def test_probes_are_columns_with_paired_differences(report: Report) -> None:
     assert rows["mqar_x2", "window"] == ("0.25", "0")
 
 
-def test_an_undecided_arm_comes_with_the_command_that_adds_its_seeds(tmp_path: Path) -> None:
+def test_an_undecided_arm_comes_with_the_command_that_adds_its_seeds(tmp_path):
     arguments = ("experiment=arena", "arena.seeds=6", 'arena.arms="base | near: x=1"', "hydra.sweep.dir=old")
     effects = {"base": 0.0, "near": -0.011}
     took = {(arm, seed): {"wall_time_s": of} for arm, of in (("base", 60), ("near", 90)) for seed in range(1, 7)}
@@ -95,7 +93,7 @@ def test_an_undecided_arm_comes_with_the_command_that_adds_its_seeds(tmp_path: P
     )
 
 
-def test_when_the_looks_are_used_up_the_way_on_is_other_seeds_and_more_are_warned_of(tmp_path: Path) -> None:
+def test_when_the_looks_are_used_up_the_way_on_is_other_seeds_and_more_are_warned_of(tmp_path):
     effects = {"base": 0.0, "near": -0.011}
     arena = arena_of(write_arena(tmp_path / "s", effects, deviation=0.012))
     title, command = go_on(arena, tmp_path) or ("", "")
@@ -106,13 +104,13 @@ def test_when_the_looks_are_used_up_the_way_on_is_other_seeds_and_more_are_warne
     assert warning.startswith("Seeds were added 1 times, and the plan had 1 looks")
 
 
-def test_a_seed_far_from_the_others_is_warned_of(tmp_path: Path) -> None:
+def test_a_seed_far_from_the_others_is_warned_of(tmp_path):
     far = {("late", 2): {"val_loss": 3.0}}
     (warning,) = skewed(arena_of(write_arena(tmp_path, {"base": 0.0, "even": -0.01, "late": -0.01}, changes=far)))
     assert warning.startswith("late differs with seed 2 by +0.4")
 
 
-def test_a_seed_far_from_the_others_by_rounding_alone_is_not_warned_of(tmp_path: Path) -> None:
+def test_a_seed_far_from_the_others_by_rounding_alone_is_not_warned_of(tmp_path):
     """Neither where the verdict is *equivalent*, nor where a seed is missing."""
     rounded = {("noop", 3): {"val_loss": losses_of(3, 0.0, 0.0, "noop") + 5e-08}}
     folder = write_arena(tmp_path, {"base": 0.0, "noop": 0.0, "other": 0.0}, deviation=0.0, seeds=4, changes=rounded)
@@ -124,7 +122,7 @@ def test_a_seed_far_from_the_others_by_rounding_alone_is_not_warned_of(tmp_path:
         assert skewed(arena) == []
 
 
-def test_arms_that_solve_a_task_are_judged_by_their_answers(tmp_path: Path) -> None:
+def test_arms_that_solve_a_task_are_judged_by_their_answers(tmp_path):
     """Their losses differ; what counts is that both give every right answer."""
     folder = write_arena(tmp_path, {"full": 0.0, "window": 0.3})
     for path in folder.glob("*/summary.json"):
@@ -136,7 +134,7 @@ def test_arms_that_solve_a_task_are_judged_by_their_answers(tmp_path: Path) -> N
     assert list(arena.baseline.losses.values()) == pytest.approx([0.001] * 6)
 
 
-def test_compare_recognises_an_arena_and_keeps_it_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_recognises_an_arena_and_keeps_it_alone(tmp_path, capsys):
     folder = write_arena(tmp_path / "s", {"base": 0.0, "arm": -0.1, "near": -0.011}, deviation=0.012, looks=2)
     main([str(folder)])
     printed = capsys.readouterr().out
@@ -152,7 +150,7 @@ def test_compare_recognises_an_arena_and_keeps_it_alone(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_a_report_of_100_runs_takes_seconds(tmp_path: Path) -> None:
+def test_a_report_of_100_runs_takes_seconds(tmp_path):
     effects = {f"arm-{n}": -0.01 * n for n in range(4)}
     folder = write_arena(tmp_path / "s", effects, seeds=22, rates={0.001: 0.1, 0.003: 0.0, 0.006: 0.2})
     start = time.process_time()  # which other programs do not lengthen
@@ -161,7 +159,7 @@ def test_a_report_of_100_runs_takes_seconds(tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_the_first_screen_is_the_answer_on_a_phone_and_on_a_desk(folder: Path, report: Report, tmp_path: Path) -> None:
+def test_the_first_screen_is_the_answer_on_a_phone_and_on_a_desk(folder, report, tmp_path):
     measured, console = open_in_browser((folder / "report" / "index.html").read_text(), tmp_path)
     assert console == []
     for frame, height in zip(measured, (844, 800), strict=True):  # of a phone's and of a laptop's screen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ def of(arena: Arena, arm: str) -> Any:
     return next(found for found in arena.comparisons if found.arm.name == arm)
 
 
-def test_the_four_verdicts_and_the_levels_of_arms_and_looks(tmp_path: Path) -> None:
+def test_the_four_verdicts_and_the_levels_of_arms_and_looks(tmp_path):
     arena = arena_of(write_arena(tmp_path / "a", {"base": 0.0, "low": -0.1, "high": 0.1, "same": 1e-5}))
     expected = [Verdict.better, Verdict.worse, Verdict.equivalent]
     assert [found.verdict for found in arena.comparisons] == expected
@@ -39,7 +38,7 @@ def test_the_four_verdicts_and_the_levels_of_arms_and_looks(tmp_path: Path) -> N
     assert (noisy.verdict, noisy.level) == (Verdict.undecided, 0.025)
 
 
-def test_the_interval_is_scipys_paired_t_interval_of_the_final_losses(tmp_path: Path) -> None:
+def test_the_interval_is_scipys_paired_t_interval_of_the_final_losses(tmp_path):
     arena = arena_of(write_arena(tmp_path, {"base": 0.0, "low": -0.1}, seeds=5))
     ours, theirs = (
         [losses_of(seed, effect, 0.004, arm) for seed in range(1, 6)] for arm, effect in (("low", -0.1), ("base", 0.0))
@@ -54,13 +53,13 @@ def test_the_interval_is_scipys_paired_t_interval_of_the_final_losses(tmp_path: 
     assert cell in verdict_table(arena).rows[1]
 
 
-def test_arms_that_are_equal_to_the_bit_are_equivalent(tmp_path: Path) -> None:
+def test_arms_that_are_equal_to_the_bit_are_equivalent(tmp_path):
     found = of(arena_of(write_arena(tmp_path, {"base": 0.0, "same": 0.0}, deviation=0.0)), "same")
     assert (found.verdict, found.interval, found.p) == (Verdict.equivalent, (0.0, 0.0), 1.0)
     assert "equal bit for bit" in verdict_table(arena_of(tmp_path)).rows[1]
 
 
-def test_seeds_that_diverged_are_never_equivalent_and_decide_by_their_ranks(tmp_path: Path) -> None:
+def test_seeds_that_diverged_are_never_equivalent_and_decide_by_their_ranks(tmp_path):
     changes = {("once", 2): DIVERGED, **{("always", seed): DIVERGED for seed in range(1, 9)}, ("base", 8): DIVERGED}
     arena = arena_of(write_arena(tmp_path, {"base": 0.0, "once": 1e-5, "always": -0.1}, seeds=8, changes=changes))
     once, always = arena.comparisons
@@ -69,7 +68,7 @@ def test_seeds_that_diverged_are_never_equivalent_and_decide_by_their_ranks(tmp_
     assert (always.verdict, always.test, always.differences[8]) == (Verdict.worse, None, 0.0)
 
 
-def test_there_is_no_verdict_before_every_planned_run_has_a_result(tmp_path: Path) -> None:
+def test_there_is_no_verdict_before_every_planned_run_has_a_result(tmp_path):
     """A run that was not started, one that failed, and one with another seed than the plan's."""
     failed = {"status": "failed", "message": "the disk is full."}
     folder = write_arena(tmp_path, {"base": 0.0, "low": -0.1}, changes={("low", 3): None, ("low", 4): failed})
@@ -78,7 +77,7 @@ def test_there_is_no_verdict_before_every_planned_run_has_a_result(tmp_path: Pat
     assert (found.verdict, found.missing) == (Verdict.undecided, (1, 3, 4))
 
 
-def test_the_seeds_that_are_suggested_decide(tmp_path: Path) -> None:
+def test_the_seeds_that_are_suggested_decide(tmp_path):
     """The same arm once more with that many seeds has a verdict."""
     effects = {"base": 0.0, "near": -0.009}
     few = of(arena_of(write_arena(tmp_path / "few", effects, deviation=0.012)), "near")
@@ -87,7 +86,7 @@ def test_the_seeds_that_are_suggested_decide(tmp_path: Path) -> None:
     assert many.verdict is not Verdict.undecided
 
 
-def test_at_equal_cost_the_dearer_arm_is_read_where_the_cheaper_one_ends(tmp_path: Path) -> None:
+def test_at_equal_cost_the_dearer_arm_is_read_where_the_cheaper_one_ends(tmp_path):
     """Losses fall by a nat over the run: an arm half as fast is half a nat behind, less its effect."""
     effects, time, flops = {"base": 0.0, "slow": -0.1, "window": 0.05}, {"slow": 100.0}, {"window": 8e5}
     arena = arena_of(write_arena(tmp_path, effects, deviation=0.0, step_ms=time, flops=flops))
@@ -100,7 +99,7 @@ def test_at_equal_cost_the_dearer_arm_is_read_where_the_cheaper_one_ends(tmp_pat
         assert found.mean == pytest.approx(difference)
 
 
-def test_the_race_ends_where_an_arm_reaches_the_baselines_final_loss(tmp_path: Path) -> None:
+def test_the_race_ends_where_an_arm_reaches_the_baselines_final_loss(tmp_path):
     """Losses fall by a nat over 300 steps: an arm that is 0.1 nats better is there after 270 of them."""
     effects, slow = {"base": 0.0, "low": -0.1, "high": 0.1}, {"low": 100.0}
     arena = arena_of(write_arena(tmp_path, effects, deviation=0.0, step_ms=slow, seeds=2))
@@ -110,14 +109,14 @@ def test_the_race_ends_where_an_arm_reaches_the_baselines_final_loss(tmp_path: P
     assert race(arena.arms["high"], arena.baseline) == (0, 2, None)
 
 
-def test_an_arm_that_reaches_the_loss_with_some_seeds_only_has_no_ratio(tmp_path: Path) -> None:
+def test_an_arm_that_reaches_the_loss_with_some_seeds_only_has_no_ratio(tmp_path):
     """Two seeds reach it after 270 steps; the mean over them alone would call the arm faster."""
     folder = write_arena(tmp_path, {"base": 0.0, "arm": -0.1}, deviation=0.0, seeds=3)
     edit(folder / "5", lambda line: line | {"val/loss": 9.0})
     assert race_table(arena_of(folder)).rows[1] == ("arm", "2 of 3", "-", "-")
 
 
-def test_the_slope_is_the_mean_of_each_seeds_regression(tmp_path: Path) -> None:
+def test_the_slope_is_the_mean_of_each_seeds_regression(tmp_path):
     generator, operations = np.random.default_rng(0), [1e9, 3e10, 1e12]
     gaps = generator.normal(size=(3, 4))
     sizes = [SizeDifference(n, operations[n], dict(enumerate(at_size))) for n, at_size in enumerate(gaps.tolist())]
@@ -129,7 +128,7 @@ def test_the_slope_is_the_mean_of_each_seeds_regression(tmp_path: Path) -> None:
     )
 
 
-def test_sizes_have_a_difference_each_and_the_verdict_is_about_the_largest(tmp_path: Path) -> None:
+def test_sizes_have_a_difference_each_and_the_verdict_is_about_the_largest(tmp_path):
     """Two sizes of two seeds, as the plan numbers them: seed, size, arm."""
     folder = write_arena(tmp_path, {"base": 0.0, "arm": -0.1}, deviation=0.0, seeds=4)
     path = folder / "arena.json"
@@ -154,7 +153,7 @@ def test_sizes_have_a_difference_each_and_the_verdict_is_about_the_largest(tmp_p
     assert found.rows[-1][-1].startswith("-0.2000")
 
 
-def test_the_edge_of_the_learning_rates_is_noticed(tmp_path: Path) -> None:
+def test_the_edge_of_the_learning_rates_is_noticed(tmp_path):
     for lowest, choice in ((0.05, "chosen, at the edge"), (-0.05, "chosen")):
         rates = {0.001: 0.1, 0.002: lowest, 0.004: 0.0}
         found: Any = lr_table(arena_of(write_arena(tmp_path / choice, {"base": 0.0, "b": 0.1}, rates=rates)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def charts_of(folder: Path) -> dict[str, Chart]:
 
 
 @pytest.fixture
-def figure() -> Iterator[Figure]:
+def figure():
     """An empty figure with the report's width and fonts."""
     with mpl.rc_context(_RC):
         figure = Figure(figsize=(WIDTH, 3), layout="constrained")
@@ -33,7 +32,7 @@ def figure() -> Iterator[Figure]:
         yield figure
 
 
-def test_no_line_runs_into_the_words_that_memory_ran_out(tmp_path: Path, figure: Figure) -> None:
+def test_no_line_runs_into_the_words_that_memory_ran_out(tmp_path, figure):
     for attention, longest in {"naive": 4096, "flash": 8192}.items():
         for seq_len in (1024, 2048, 4096, 8192, 16384):
             ended: dict[str, Any] = {"status": "out_of_memory", "stop": 0} if seq_len > longest else {}
@@ -50,7 +49,7 @@ def test_no_line_runs_into_the_words_that_memory_ran_out(tmp_path: Path, figure:
         assert all(y < min(word.y0 for word in words) for _, y in drawn), "a line runs into the words"
 
 
-def test_the_runs_of_every_setting_and_implementation_are_drawn(tmp_path: Path, figure: Figure) -> None:
+def test_the_runs_of_every_setting_and_implementation_are_drawn(tmp_path, figure):
     for lr in (1e-3, 3e-3):
         for attention in ("naive", "flash"):
             write_run(tmp_path / f"{attention}-{lr}", attention, steps=50, overrides={"optimizer.lr": lr})
@@ -60,7 +59,7 @@ def test_the_runs_of_every_setting_and_implementation_are_drawn(tmp_path: Path, 
     assert names == {"naive lr=0.001", "flash lr=0.001", "naive lr=0.003", "flash lr=0.003"}
 
 
-def test_the_distance_is_drawn_beside_the_spread_between_seeds_and_the_rounding(tmp_path: Path, figure: Figure) -> None:
+def test_the_distance_is_drawn_beside_the_spread_between_seeds_and_the_rounding(tmp_path, figure):
     for seed in (1, 2):
         for attention in ("naive", "flash"):
             write_run(tmp_path / f"{attention}-{seed}", attention, seed, precision="fp32")
@@ -72,13 +71,13 @@ def test_the_distance_is_drawn_beside_the_spread_between_seeds_and_the_rounding(
     assert min(line.get_linewidth() for line in axes.lines if line.get_label() == "flash") > 1.5
 
 
-def test_no_two_labels_look_the_same() -> None:
+def test_no_two_labels_look_the_same():
     labels = ["naive", "tiled 16x16", "tiled 32x32", "tiled 64x64", "flash", "lr=1", "lr=2", "lr=3"]
     looks = [(style.colour, style.line) for style in styles(labels).values()]
     assert len(set(looks)) == len(labels)
     assert looks[0][0] == COLOURS["naive"]
 
 
-def test_runs_that_logged_a_single_loss_have_no_curve(tmp_path: Path) -> None:
+def test_runs_that_logged_a_single_loss_have_no_curve(tmp_path):
     write_run(tmp_path / "0", status="failed", stop=1, steps=20, probe_every=0)
     assert charts_of(tmp_path) == {}

@@ -48,7 +48,7 @@ def write_wall(folder: Path) -> None:
             write_speed(folder, attention, seq_len, speed, **ended)
 
 
-def test_out_of_memory_is_a_data_point_and_a_run_killed_before_its_first_step_fits_nothing(tmp_path: Path) -> None:
+def test_out_of_memory_is_a_data_point_and_a_run_killed_before_its_first_step_fits_nothing(tmp_path):
     write_wall(tmp_path)
     assert headline_of(tmp_path) == ("The longest sequence that fits: 8,192 tokens, with flash", "none")
     rows = [row for row in rows_of(cell_table(only_sweep(tmp_path))) if row["implementation"] == "naive"]
@@ -59,7 +59,7 @@ def test_out_of_memory_is_a_data_point_and_a_run_killed_before_its_first_step_fi
     assert headline_of(tmp_path).text == "The longest sequence that fits: 4,096 tokens, with flash"
 
 
-def test_on_a_cpu_the_memory_is_that_of_one_layer(tmp_path: Path) -> None:
+def test_on_a_cpu_the_memory_is_that_of_one_layer(tmp_path):
     for seq_len in (512, 1024):
         write_run(tmp_path / str(seq_len), steps=10, seq_len=seq_len, summary={"memory_source": "attention"})
     assert "memory (one layer)" in rows_of(cell_table(only_sweep(tmp_path)))[0]
@@ -75,7 +75,7 @@ def test_on_a_cpu_the_memory_is_that_of_one_layer(tmp_path: Path) -> None:
         ({256: 0.5, 512: 1.0, 1024: 2.0}, "flash is faster than naive from 1,024 tokens on"),
     ],
 )
-def test_a_crossover_is_one_that_lasts(tmp_path: Path, speeds: dict[int, float], text: str) -> None:
+def test_a_crossover_is_one_that_lasts(tmp_path, speeds, text):
     for seq_len, times in speeds.items():
         for attention, factor in (("naive", 1.0), ("flash", times)):
             write_speed(tmp_path, attention, seq_len, 1e4 * factor)
@@ -84,8 +84,8 @@ def test_a_crossover_is_one_that_lasts(tmp_path: Path, speeds: dict[int, float],
 
 @pytest.mark.parametrize(("vary", "device", "found"), [(0.02, "cuda", 256), (0.3, "cuda", None), (0.02, "cpu", "none")])
 def test_a_speed_within_the_spread_of_steps_overtakes_nothing_and_one_run_on_a_cpu_has_none(
-    vary: float, device: str, found: object, tmp_path: Path
-) -> None:
+    vary, device, found, tmp_path
+):
     for seq_len in (256, 512):
         for attention, speed in (("naive", 1e4), ("flash", 1.3e4)):
             kind = {"device": {"type": device, "name": "it", "count": 1}}
@@ -93,7 +93,7 @@ def test_a_speed_within_the_spread_of_steps_overtakes_nothing_and_one_run_on_a_c
     assert crossovers(only_sweep(tmp_path)).get("flash", "none") == found
 
 
-def test_contexts_are_compared_at_equal_tokens_only(tmp_path: Path) -> None:
+def test_contexts_are_compared_at_equal_tokens_only(tmp_path):
     for seq_len in (256, 512, 1024):
         run = tmp_path / "equal" / str(seq_len)
         loss = {"val_loss": 1000 / seq_len}
@@ -104,7 +104,7 @@ def test_contexts_are_compared_at_equal_tokens_only(tmp_path: Path) -> None:
     assert not same_tokens(only_sweep(tmp_path / "unequal"))
 
 
-def test_settings_are_ranked_by_their_loss_and_one_seed_names_no_winner(tmp_path: Path) -> None:
+def test_settings_are_ranked_by_their_loss_and_one_seed_names_no_winner(tmp_path):
     write_losses(tmp_path, {0.001: (3.5,), 0.003: (3.25,), 0.01: (4.0,)})
     failed = {"status": "failed", "stop": 100, "summary": {"val_loss": 3.0}}  # too early to compare
     write_run(tmp_path / "1", "flash", 0, overrides={"optimizer.lr": 1.0}, probe_every=0, **failed)  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ def test_settings_are_ranked_by_their_loss_and_one_seed_names_no_winner(tmp_path
     assert [row["to the lowest"] for row in rows] == ["-", "+0.2500", "+0.7500", "-"]
 
 
-def test_differences_to_the_lowest_are_paired_and_hold_for_all_pairs_together(tmp_path: Path) -> None:
+def test_differences_to_the_lowest_are_paired_and_hold_for_all_pairs_together(tmp_path):
     """Seeds are 0.2 apart, and the settings 0.03 at each seed: only pairs show that."""
     losses = {0.001: (3.0, 3.2, 3.1), 0.003: (3.031, 3.23, 3.129), 0.01: (3.5, 3.7, 3.6)}
     write_losses(tmp_path / "apart", losses)
@@ -132,7 +132,7 @@ def test_differences_to_the_lowest_are_paired_and_hold_for_all_pairs_together(tm
     assert headline_of(tmp_path / "near") == (near, "open")
 
 
-def test_the_headline_of_one_setting_is_its_loss_and_equal_runs_are_called_so(tmp_path: Path) -> None:
+def test_the_headline_of_one_setting_is_its_loss_and_equal_runs_are_called_so(tmp_path):
     """The loss curves depend on the attention and the seed alone."""
     for seed, text in enumerate(("3.0000 (one seed)", f"3.5000 ± {math.sqrt(0.5):.2g} (2 seeds)")):
         write_run(tmp_path / "one" / str(seed), "flash", seed, probe_every=0, summary={"val_loss": 3.0 + seed})
@@ -144,7 +144,7 @@ def test_the_headline_of_one_setting_is_its_loss_and_equal_runs_are_called_so(tm
     assert rows_of(cell_table(only_sweep(tmp_path / "equal")))[1]["to the lowest"] == "equal bit for bit"
 
 
-def test_variants_of_attention_are_judged_each_by_itself(tmp_path: Path) -> None:
+def test_variants_of_attention_are_judged_each_by_itself(tmp_path):
     for window in (None, 128):
         for name in ("naive", "flash"):
             for seed in (1, 2):
@@ -155,13 +155,13 @@ def test_variants_of_attention_are_judged_each_by_itself(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("status", "stop"), [("failed", 40), ("out_of_memory", 0), ("interrupted", 0)])
-def test_a_sweep_without_a_result_says_how_its_runs_ended(status: str, stop: int, tmp_path: Path) -> None:
+def test_a_sweep_without_a_result_says_how_its_runs_ended(status, stop, tmp_path):
     for n in range(2):
         write_run(tmp_path / str(n), seed=n, status=status, stop=stop)
     assert headline_of(tmp_path) == (f"No run has completed with a loss ({status.replace('_', ' ')})", "broken")
 
 
-def test_an_ablation_shows_its_effect_on_training_and_on_the_output(tmp_path: Path) -> None:
+def test_an_ablation_shows_its_effect_on_training_and_on_the_output(tmp_path):
     """Runs like those of experiment=break_it: measured in fp16 and fp32, trained in one precision."""
     entry = {"first_bad_tile": [0, 1], "first_bad_row": 3, "max_error": 3.2, "non_finite": False}
     stopped: dict[str, Any] = {"status": "failed", "stop": 30, "non_finite_step": 31}
@@ -178,7 +178,7 @@ def test_an_ablation_shows_its_effect_on_training_and_on_the_output(tmp_path: Pa
     assert ("no_rescaling", "fp16", "(0, 1)", "3", "finite", "3.2") in shown
 
 
-def test_the_table_of_runs_shows_how_they_ended_and_the_loss_of_each_corpus(tmp_path: Path) -> None:
+def test_the_table_of_runs_shows_how_they_ended_and_the_loss_of_each_corpus(tmp_path):
     write_run(tmp_path / "1", "naive")
     failed = write_run(tmp_path / "2", "flash", status="failed", stop=40) / "metrics.jsonl"
     failed.write_text(f'{failed.read_text()}{{"step": 40, "val/loss/code": 2.5}}\n')
@@ -188,7 +188,7 @@ def test_the_table_of_runs_shows_how_they_ended_and_the_loss_of_each_corpus(tmp_
     assert (rows[1]["status"], rows[1]["val loss of code"]) == ("failed at step 40", "2.5000")
 
 
-def test_attention_of_another_function_is_ranked_by_loss_with_its_interval(tmp_path: Path) -> None:
+def test_attention_of_another_function_is_ranked_by_loss_with_its_interval(tmp_path):
     """Its curves are further from naive's than seeds are from each other, which would break parity."""
     losses = {"naive": (3.5, 3.7, 3.6), "softpick": (3.0, 3.21, 3.1)}
     for name, of_seeds in losses.items():

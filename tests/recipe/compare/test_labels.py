@@ -62,7 +62,7 @@ def assert_true(text: str, runs: Iterable[Run]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_label_of_a_random_sweep_is_true_of_its_runs(seed: int, tmp_path: Path) -> None:
+def test_every_label_of_a_random_sweep_is_true_of_its_runs(seed, tmp_path):
     sweeps = sweeps_of(write_sweeps(tmp_path, seed).runs)
     sections, cells = [sweep.runs for sweep in sweeps], [cell.runs for sweep in sweeps for cell in sweep.cells]
     for groups in (sections, cells):
@@ -93,9 +93,7 @@ def test_every_label_of_a_random_sweep_is_true_of_its_runs(seed: int, tmp_path: 
         },
     ],
 )
-def test_a_label_says_what_distinguishes_a_setting(
-    swept: dict[tuple[str, ...], dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_label_says_what_distinguishes_a_setting(swept, tmp_path):
     for n, overrides in enumerate(swept.values()):
         write_run(tmp_path / str(n), overrides=overrides)
     assert [cell.where for cell in sorted(only_sweep(tmp_path).cells, key=lambda cell: cell.runs[0].name)] == list(
@@ -103,7 +101,7 @@ def test_a_label_says_what_distinguishes_a_setting(
     )
 
 
-def test_the_subtitle_names_what_was_trained(tmp_path: Path) -> None:
+def test_the_subtitle_names_what_was_trained(tmp_path):
     variants: dict[str, dict[str, object]] = {"0": {}, "1": {"score.window": 16}, "2": {"score.formula": "s * log(n)"}}
     for name, overrides in variants.items():
         write_run(tmp_path / name, overrides=overrides)
@@ -114,7 +112,7 @@ def test_the_subtitle_names_what_was_trained(tmp_path: Path) -> None:
     )
 
 
-def test_a_setting_with_dollars_is_drawn_as_it_is(tmp_path: Path) -> None:
+def test_a_setting_with_dollars_is_drawn_as_it_is(tmp_path):
     for n, path in enumerate((r"$\frac$", "a_$b^", None)):
         write_run(tmp_path / str(n), steps=20, probe_every=0, overrides={"score.name": path})
     write_report(find_runs([tmp_path]), tmp_path / "report")

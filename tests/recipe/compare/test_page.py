@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from recipe.compare.page import Report, write_report
+from recipe.compare.page import write_report
 from recipe.compare.runs import find_runs, read_run
 from recipe.compare.tables import runs_csv, signed
 from recipe.wording import percent, short_length, short_number, size, times
@@ -26,7 +26,7 @@ PHONE, DESK = 390, 1280
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Two sweeps with something of everything: seeds, lengths, a failure, an out-of-memory, odd names."""
     folder = tmp_path_factory.mktemp("sweep")
     for seed in (1, 2):
@@ -44,17 +44,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(folder: Path) -> Report:
+def report(folder):
     with as_it_is():
         return write_report(find_runs([folder]), folder / "report")
 
 
 @pytest.fixture
-def page(folder: Path, report: Report) -> str:
+def page(folder, report):
     return (folder / "report" / "index.html").read_text()
 
 
-def test_every_file_is_written(folder: Path, report: Report) -> None:
+def test_every_file_is_written(folder, report):
     out = folder / "report"
     assert {path.name for path in out.iterdir()} == {"index.html", "runs.csv", "figures"}
     drawings = [drawing for section in report.sections for drawing in section.drawings]
@@ -66,7 +66,7 @@ def test_every_file_is_written(folder: Path, report: Report) -> None:
         assert len(png) > 10_000
 
 
-def test_the_page_needs_nothing_but_itself_and_escapes_names_that_users_chose(page: str) -> None:
+def test_the_page_needs_nothing_but_itself_and_escapes_names_that_users_chose(page):
     assert not [part for part in ("<script", "<disk>", "<b>&other") if part in page]
     assert "odd &lt;name&gt; | &amp; more" in page
     assert "@import" not in page
@@ -75,7 +75,7 @@ def test_the_page_needs_nothing_but_itself_and_escapes_names_that_users_chose(pa
     assert all(link.startswith(("#", "figures/", "data:,")) or link.endswith(".csv") for link in links)
 
 
-def test_the_page_says_all_of_the_report(report: Report, page: str) -> None:
+def test_the_page_says_all_of_the_report(report, page):
     words = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", page)))
     tables = [*(table for section in report.sections for table in section.tables), report.table]
     said = [
@@ -89,19 +89,19 @@ def test_the_page_says_all_of_the_report(report: Report, page: str) -> None:
         assert re.sub(r"\s+", " ", text).strip() in words
 
 
-def test_no_two_elements_of_the_page_share_an_id(page: str) -> None:
+def test_no_two_elements_of_the_page_share_an_id(page):
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', page))
     assert used <= set(ids)
 
 
-def test_sources_and_kernels_are_named(folder: Path, page: str) -> None:
+def test_sources_and_kernels_are_named(folder, page):
     for source in (str(folder), "0123456", "flash: hopper forward", "torch 2.11.0", "2026-11-20"):
         assert source in page
 
 
-def test_the_numbers_can_be_copied(folder: Path, report: Report) -> None:
+def test_the_numbers_can_be_copied(folder, report):
     runs = {run.name: run for run in find_runs([folder]).runs}
     with (folder / "report" / "runs.csv").open(newline="") as file:
         rows = {row["run"]: row for row in csv.DictReader(file)}
@@ -111,7 +111,7 @@ def test_the_numbers_can_be_copied(folder: Path, report: Report) -> None:
     assert "seq_len=1024" in rows["wall-flash-1024"]["settings"].split(", ")
 
 
-def test_numbers_are_written_with_units_and_few_digits() -> None:
+def test_numbers_are_written_with_units_and_few_digits():
     assert [short_length(n) for n in (1000, 1024, 524288)] == ["1,000", "1k", "512k"]
     assert [short_number(x) for x in (0, 1.5e6, 40_000, 0.05, -1e-6)] == ["0", "1.5M", "40k", "0.05", "-10⁻⁶"]
     assert [size(x) for x in (0.00143, 0.17, 4.4e-6, 0)] == ["0.0014", "0.17", "4·10⁻⁶", "0"]
@@ -177,9 +177,7 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrom
 
 
 @needs_browser
-def test_a_browser_shows_the_page_on_a_phone_on_a_desk_and_in_the_dark(
-    page: str, report: Report, tmp_path: Path
-) -> None:
+def test_a_browser_shows_the_page_on_a_phone_on_a_desk_and_in_the_dark(page, report, tmp_path):
     wrong = page.replace("</body>", "<script>nothing()</script></body>")  # which the console shows, and nothing else
     measured, console = open_in_browser(wrong, tmp_path)
     assert ["nothing is not defined" in line for line in console] == [True, True], console
@@ -196,7 +194,7 @@ def test_a_browser_shows_the_page_on_a_phone_on_a_desk_and_in_the_dark(
     assert brightness[1] < 100
 
 
-def test_a_cell_that_a_stranger_wrote_is_no_formula(tmp_path: Path) -> None:
+def test_a_cell_that_a_stranger_wrote_is_no_formula(tmp_path):
     wrote = ["=1+2", "@SUM(A1)", "+cmd|x", "-cmd|x", "-2+3+cmd|x", "-0.1 ± 0.2", "+0.5", "-"]
     run = read_run(write_run(tmp_path / "a", stop=0))
     names = [f"{n}{cell}" for n, cell in enumerate(wrote)]

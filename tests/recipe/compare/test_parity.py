@@ -39,7 +39,7 @@ def sweep(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), other: str = "flash"
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> Path:
+def three(tmp_path):
     """A folder with three seeds of the reference."""
     for seed in (1, 2, 3):
         write_run(tmp_path / f"naive-{seed}", "naive", seed)
@@ -52,7 +52,7 @@ def row_of(verdict: Verdict) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("precision", "chaos"), [("bf16", 1), ("bf16", 100), ("fp32", 1), ("fp32", 100)])
-def test_a_correct_implementation_passes(tmp_path: Path, precision: str, chaos: float) -> None:
+def test_a_correct_implementation_passes(tmp_path, precision, chaos):
     for n in range(8):
         seeds = (3 * n, 3 * n + 1, 3 * n + 2) if n % 2 else (2 * n, 2 * n + 1)
         verdict = sweep(tmp_path / str(n), seeds, precision=precision, chaos=chaos)
@@ -61,13 +61,13 @@ def test_a_correct_implementation_passes(tmp_path: Path, precision: str, chaos: 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("error", ERRORS)
-def test_a_wrong_implementation_is_caught(tmp_path: Path, error: str, precision: str) -> None:
+def test_a_wrong_implementation_is_caught(tmp_path, error, precision):
     verdict = sweep(tmp_path, (0, 10), error=error, precision=precision)
     assert verdict.outcome is Outcome.broken
     assert verdict.probe.ratio > 10
 
 
-def test_the_table_shows_what_was_measured(tmp_path: Path) -> None:
+def test_the_table_shows_what_was_measured(tmp_path):
     verdict = sweep(tmp_path)
     assert verdict.outcome is Outcome.holds
     row = row_of(verdict)
@@ -78,14 +78,14 @@ def test_the_table_shows_what_was_measured(tmp_path: Path) -> None:
     assert row["not measured"] == "the log-sum-exp (it is not returned)"
 
 
-def test_losses_that_are_bitwise_equal_are_reported_so(tmp_path: Path) -> None:
+def test_losses_that_are_bitwise_equal_are_reported_so(tmp_path):
     for seed in (1, 2):
         twin, metrics = write_run(tmp_path / f"tiled-{seed}", "tiled", seed), "metrics.jsonl"
         (twin / metrics).write_bytes((write_run(tmp_path / f"naive-{seed}", "naive", seed) / metrics).read_bytes())
     assert row_of(only(tmp_path))["curve"] == "equal bit for bit"
 
 
-def test_what_was_not_measured_leaves_parity_open(tmp_path: Path) -> None:
+def test_what_was_not_measured_leaves_parity_open(tmp_path):
     """Without the probe, an error smaller than the spread between seeds looks like a correct implementation."""
     assert sweep(tmp_path / "unprobed", probe_every=0).gaps == (Gap.no_probe,)
     assert sweep(tmp_path / "wrong", probe_every=0, error="mask_ignores_layer").outcome is Outcome.open
@@ -103,7 +103,7 @@ def test_what_was_not_measured_leaves_parity_open(tmp_path: Path) -> None:
     assert (only(tmp_path / "masks").outcome, only(tmp_path / "masks").gaps) == (Outcome.open, (Gap.own_masks,))
 
 
-def test_a_curve_further_away_than_the_seeds_are_is_broken_even_where_no_probe_ran(three: Path) -> None:
+def test_a_curve_further_away_than_the_seeds_are_is_broken_even_where_no_probe_ran(three):
     shift(write_run(three / "flash", "flash", 1, probe_every=0), "train/loss", 0.4, after=200)
     verdict = only(three)
     assert verdict.outcome is Outcome.broken
@@ -111,7 +111,7 @@ def test_a_curve_further_away_than_the_seeds_are_is_broken_even_where_no_probe_r
     assert row_of(verdict)["where"] == f"curve: step {verdict.curve.step}"
 
 
-def test_a_loss_that_differs_from_the_start_is_broken_though_the_probe_agrees(tmp_path: Path) -> None:
+def test_a_loss_that_differs_from_the_start_is_broken_though_the_probe_agrees(tmp_path):
     """That happens where the compiled model is wrong and the probe's, which is not compiled, is correct."""
     for seed in (1, 2, 3):
         write_run(tmp_path / f"naive-{seed}", "naive", seed, precision="fp32")
@@ -122,21 +122,21 @@ def test_a_loss_that_differs_from_the_start_is_broken_though_the_probe_agrees(tm
     assert (row_of(verdict)["final losses"], verdict.final.amplified) == ("0.02", False)
 
 
-def test_rounding_that_training_amplified_is_accepted_and_explained(tmp_path: Path) -> None:
+def test_rounding_that_training_amplified_is_accepted_and_explained(tmp_path):
     verdict = sweep(tmp_path, precision="fp32", chaos=100)
     assert verdict.final.difference > verdict.final.floor > 0
     assert verdict.outcome is Outcome.holds
     assert verdict.final.amplified
 
 
-def test_curves_that_cross_are_no_evidence_against_an_implementation(tmp_path: Path) -> None:
+def test_curves_that_cross_are_no_evidence_against_an_implementation(tmp_path):
     """Where the losses of two seeds are equal by chance, their spread is zero, and any difference exceeds it."""
     for seed in (1, 2):
         write_run(tmp_path / f"flash-{seed}", "flash", seed)
         write_run(tmp_path / f"naive-{seed}", "naive", seed)
     same = json.loads((tmp_path / "naive-1" / "metrics.jsonl").read_text().splitlines()[20])
 
-    def cross(line: Line, apart: float) -> Line:
+    def cross(line, apart):
         return line | ({"train/loss": same["train/loss"] + apart} if line["step"] == same["step"] else {})
 
     edit(tmp_path / "naive-2", partial(cross, apart=0.0))
@@ -144,7 +144,7 @@ def test_curves_that_cross_are_no_evidence_against_an_implementation(tmp_path: P
     assert only(tmp_path).outcome is Outcome.holds
 
 
-def test_a_run_is_broken_by_nan_only_where_another_of_its_seed_came_past_the_step(three: Path) -> None:
+def test_a_run_is_broken_by_nan_only_where_another_of_its_seed_came_past_the_step(three):
     """Without the reference, an ablated run is compared with its intact self, as in experiment=break_it."""
     stopped: dict[str, Any] = {"status": "failed", "stop": 120, "non_finite_step": 126}
     write_run(three / "tiled", "tiled", 1, **stopped)
@@ -161,14 +161,14 @@ def test_a_run_is_broken_by_nan_only_where_another_of_its_seed_came_past_the_ste
     assert verdicts["tiled"].outcome is Outcome.open
 
 
-def test_a_nan_in_the_probe_is_a_difference(three: Path) -> None:
+def test_a_nan_in_the_probe_is_a_difference(three):
     folder = write_run(three / "flash", "flash", 1)
     edit(folder, lambda line: line | {"parity/grad_rel_err": "nan"} if line["step"] == 300 else line)
     assert row_of(only(three))["same weights"] == "infinitely many"
     assert "same weights: step 300, gradients of h.3.attn.c_attn.weight" in row_of(only(three))["where"]
 
 
-def test_a_probe_speaks_of_its_reference_alone_also_where_that_did_not_run(tmp_path: Path) -> None:
+def test_a_probe_speaks_of_its_reference_alone_also_where_that_did_not_run(tmp_path):
     write_run(tmp_path / "sdpa", "sdpa", 1, probe_every=0)
     assert judged(tmp_path) == []
     write_run(tmp_path / "flash", "flash", 1)
@@ -181,7 +181,7 @@ def test_a_probe_speaks_of_its_reference_alone_also_where_that_did_not_run(tmp_p
     assert len(judged(tmp_path)) == 3  # nothing is compared with that one
 
 
-def test_an_interrupted_run_is_compared_as_far_as_it_got(three: Path) -> None:
+def test_an_interrupted_run_is_compared_as_far_as_it_got(three):
     write_run(three / "flash", "flash", 1, status="interrupted", stop=230)
     verdict = only(three)
     assert verdict.curve.step <= 230
@@ -190,7 +190,7 @@ def test_an_interrupted_run_is_compared_as_far_as_it_got(three: Path) -> None:
     assert verdict.outcome is Outcome.holds
 
 
-def test_the_spread_is_the_distance_of_every_pair_of_seeds(three: Path) -> None:
+def test_the_spread_is_the_distance_of_every_pair_of_seeds(three):
     runs = find_runs([three]).runs
     spread: Any = seed_spread(runs)
     curves = np.array([run.series("train/loss").values for run in runs])

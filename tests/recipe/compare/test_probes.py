@@ -19,7 +19,7 @@ def run(probes: dict[str, Any]) -> Run:
     return Run(Path(), "0", "completed", {}, [], {"probes": probes}, ())
 
 
-def test_a_cell_is_the_mean_over_the_seeds_and_what_was_never_asked_is_empty() -> None:
+def test_a_cell_is_the_mean_over_the_seeds_and_what_was_never_asked_is_empty():
     other = MAP | {"accuracy": [[0.5, 0.1, None], [0.75, 0.25, 0.0]]}
     (chart,) = probe_charts({"causal": [run({"mqar": MAP}), run({"mqar": other})]})
     cells = [text.split("</text>")[0].split(">")[-1] for text in render_svg(chart).split("<text")[1:]]
@@ -27,7 +27,7 @@ def test_a_cell_is_the_mean_over_the_seeds_and_what_was_never_asked_is_empty() -
     assert "Guessing gives 25 %" in chart.caption
 
 
-def test_arms_without_longer_lengths_stand_beside_those_with_them() -> None:
+def test_arms_without_longer_lengths_stand_beside_those_with_them():
     short = MAP | {"lengths": [8], "accuracy": [[1.0, 0.5, None]]}
     probes = {"learned": [run({"mqar": short, "position_loss": LOSS})], "rotary": [run({"mqar": MAP})]}
     (heat,) = probe_charts(probes)
@@ -45,5 +45,5 @@ def test_arms_without_longer_lengths_stand_beside_those_with_them() -> None:
         {"mqar": [1]},
     ],
 )
-def test_damaged_probes_are_left_out(damage: dict[str, Any]) -> None:
+def test_damaged_probes_are_left_out(damage):
     assert probe_charts({"causal": [run(damage)]}) == []

@@ -71,7 +71,7 @@ def cheated(summary: dict[str, Any] | None = None, measured: dict[str, Any] | No
     return " ".join(faults(result(SUMMARY | (summary or {}), MEASURED | (measured or {}), seconds), honest, BUDGET))
 
 
-def test_an_honest_run_has_no_fault_and_one_that_takes_longer_has() -> None:
+def test_an_honest_run_has_no_fault_and_one_that_takes_longer_has():
     assert cheated(measured={"bits_per_byte": 1.9, "weights": "b"}) == ""
     assert "61 seconds, and the track allows 60" in cheated(seconds=61)
 
@@ -103,18 +103,18 @@ def config(**changed: Any) -> dict[str, Any]:
         ({"eval": {"val": {"bits_per_byte": 0.1}}}, {}, "eval) that the judge did not write"),
     ],
 )
-def test_a_planted_cheat_is_named(summary: dict[str, Any], measured: dict[str, Any], reason: str) -> None:
+def test_a_planted_cheat_is_named(summary, measured, reason):
     assert reason in cheated(summary, measured)
 
 
-def test_the_settings_that_no_edit_may_change_exist() -> None:
+def test_the_settings_that_no_edit_may_change_exist():
     settings = plain(Config())
     assert settings.keys() >= set(FIXED)
     assert flatten(settings).keys() >= {f"training.{name}" for name in OF_TRAINING}
 
 
 @pytest.mark.parametrize("path", ["eval.py", "recipe/infer/evaluation/text.py", "data/prepare.py", "models/gpt.py"])
-def test_an_edit_of_the_evaluation_or_the_text_is_not_valid(path: str) -> None:
+def test_an_edit_of_the_evaluation_or_the_text_is_not_valid(path):
     check_paths(["model/gpt.py", "model"], ["model"])
     with pytest.raises(InvalidError, match=f"changes {path}"):
         check_paths(["model/gpt.py", path], ["model"])
@@ -122,7 +122,7 @@ def test_an_edit_of_the_evaluation_or_the_text_is_not_valid(path: str) -> None:
 
 @pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("place", ["edited", "fixed"])
-def test_code_that_reads_the_validation_text_ends_the_run(tmp_path: Path, place: str, in_thread: bool) -> None:
+def test_code_that_reads_the_validation_text_ends_the_run(tmp_path, place, in_thread):
     """A cheat in a folder that the track lets an edit change, and the same lines in one that it does not."""
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "val.bin").write_text("text")
@@ -139,13 +139,13 @@ def test_code_that_reads_the_validation_text_ends_the_run(tmp_path: Path, place:
 
 
 @pytest.mark.parametrize("leak", [0.0, 0.01])
-def test_a_model_that_sees_the_future_is_noticed(monkeypatch: pytest.MonkeyPatch, leak: float) -> None:
+def test_a_model_that_sees_the_future_is_noticed(monkeypatch, leak):
     torch.manual_seed(0)
     length, tokenizer = 16, bytes_tokenizer()
     network = GPT(GPTConfig(n_layers=1, n_heads=2, n_embd=16), 257, length, build_attention(AttentionConfig())).eval()
     hidden = network.hidden
 
-    def cheating(*arguments: Any, **options: Any) -> torch.Tensor:
+    def cheating(*arguments, **options):
         found: torch.Tensor = hidden(*arguments, **options)
         return found + leak * found.roll(-1, dims=1)
 
@@ -157,10 +157,10 @@ def test_a_model_that_sees_the_future_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert (changed > FUTURE) == (leak > 0)
 
 
-def test_init_seed_draws_the_initial_weights_alone() -> None:
+def test_init_seed_draws_the_initial_weights_alone():
     model = GPTConfig(n_layers=1, n_heads=2, n_embd=16)
 
-    def weights(**options: Any) -> torch.Tensor:
+    def weights(**options):
         built = build_model(Config(model=model, seq_len=8, **options), 16, torch.device("cpu"), torch.float32, World())
         return built.get_parameter("h.0.mlp.c_fc.weight").detach()
 
@@ -204,7 +204,7 @@ def train_by_number(tree: Path, folder: Path, module: str, *arguments: str) -> i
 
 
 @pytest.fixture
-def track(here: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def track(here, monkeypatch):
     """A repository with a track, whose first commit is the baseline."""
     for name in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{name}_NAME", "Ada")
@@ -223,7 +223,7 @@ def judged(name: str, *more: str) -> int:
     return compare.main(["referee=toy", f"commit={name}", *more])
 
 
-def test_a_gain_is_kept_and_what_changes_nothing_is_dropped(track: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gain_is_kept_and_what_changes_nothing_is_dropped(track, capsys):
     assert judged(commit(gain="0.02")) == 0
     out = capsys.readouterr().out
     assert "calibration 8 of 8" in out
@@ -242,7 +242,7 @@ def test_a_gain_is_kept_and_what_changes_nothing_is_dropped(track: str, capsys: 
     assert json.loads(Path("outputs/referee/toy/referee.json").read_text())["verdict"] == "dropped"
 
 
-def test_the_ledgers_of_records_belong_to_their_tracks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ledgers_of_records_belong_to_their_tracks(monkeypatch):
     monkeypatch.chdir(ROOT)
     judges = {file.parent: Judge("mini", str(file.parent)) for file in Path("records", "mini").rglob("ledger.json")}
     null = judges.pop(Path("records", "mini", "null")).ledger
@@ -251,13 +251,11 @@ def test_the_ledgers_of_records_belong_to_their_tracks(monkeypatch: pytest.Monke
     assert [edit["commit"] == mini.edits[0]["commit"] for edit in mini.kept] == [True]
 
 
-def test_a_night_of_salts_keeps_nothing(track: str) -> None:
+def test_a_night_of_salts_keeps_nothing(track):
     assert [judged(track, f"salt={salt}") for salt in range(2, 5)] == [1] * 3
 
 
-def test_a_run_that_diverges_is_dropped_and_not_repeated(
-    track: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_diverges_is_dropped_and_not_repeated(track, capsys, monkeypatch):
     edit = commit(gain="-5")
     assert judged(edit) == 1
     assert "dropped, diverged with seed 1" in capsys.readouterr().out
@@ -267,7 +265,7 @@ def test_a_run_that_diverges_is_dropped_and_not_repeated(
     assert "the same code was judged before" in capsys.readouterr().err
 
 
-def test_what_is_no_valid_attempt_has_status_two(track: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_valid_attempt_has_status_two(track, capsys):
     for name, reason in ((commit(data__text="1"), "changes data/text"), ("HEAD~9", "HEAD~9")):
         assert judged(name) == 2
         assert reason in capsys.readouterr().err
@@ -286,10 +284,8 @@ def test_what_is_no_valid_attempt_has_status_two(track: str, capsys: pytest.Capt
     assert "is no track" in capsys.readouterr().err
 
 
-def test_a_cheat_within_a_run_has_status_two_and_stays_so(
-    track: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cheats(tree: Path, folder: Path, module: str, *arguments: str) -> int:
+def test_a_cheat_within_a_run_has_status_two_and_stays_so(track, capsys, monkeypatch):
+    def cheats(tree, folder, module, *arguments):
         train_by_number(tree, folder, module, *arguments)
         (folder / "console.log").write_text("error: model/x.py reads the validation text val.bin")
         return READS if (tree / "model" / "x.py").exists() else 0
@@ -304,10 +300,10 @@ def test_a_cheat_within_a_run_has_status_two_and_stays_so(
         assert "model/x.py reads the validation text" in capsys.readouterr().err
 
 
-def test_a_judge_that_was_killed_goes_on(track: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_that_was_killed_goes_on(track, monkeypatch):
     edit, started = commit(gain="0.01"), list[Path]()
 
-    def killed(tree: Path, folder: Path, module: str, *arguments: str) -> int:
+    def killed(tree, folder, module, *arguments):
         started.append(folder)
         if len(started) == kill_at:
             raise KeyboardInterrupt
@@ -333,21 +329,19 @@ def test_a_judge_that_was_killed_goes_on(track: str, monkeypatch: pytest.MonkeyP
     assert continued == expected
 
 
-def test_the_run_of_a_judge_that_was_killed_ends_before_it_is_repeated(
-    track: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_of_a_judge_that_was_killed_ends_before_it_is_repeated(track, monkeypatch):
     judge = Judge("toy")
     folder = judge.home / "runs" / f"{track[:12]}-0" / "1"
     folder.mkdir(parents=True)
     held, ended = threading.Event(), threading.Event()
 
-    def runs() -> None:
+    def runs():
         with FileLock(folder / ".lock"):
             held.set()
             time.sleep(0.2)
             ended.set()
 
-    def train(*arguments: Any) -> int:
+    def train(*arguments):
         assert ended.is_set()
         return train_by_number(*arguments)
 
@@ -359,9 +353,7 @@ def test_the_run_of_a_judge_that_was_killed_ends_before_it_is_repeated(
     left.join()
 
 
-def test_a_script_runs_a_night_over_patches(
-    track: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_runs_a_night_over_patches(track, capsys, monkeypatch):
     for name, gain in (("better", "0.05"), ("worse", "-0.05")):
         commit(gain=gain)
         Path("outputs").mkdir(exist_ok=True)  # which git ignores
@@ -379,7 +371,7 @@ def test_a_script_runs_a_night_over_patches(
     assert Path("model", "gain").read_text() == "0"
 
 
-def test_two_judges_of_a_track_do_not_mix(track: str) -> None:
+def test_two_judges_of_a_track_do_not_mix(track):
     with Judge("toy"), pytest.raises(RefereeError, match="another judge of toy is at work"), Judge("toy"):
         pass
     late = Judge("toy")
@@ -388,7 +380,7 @@ def test_two_judges_of_a_track_do_not_mix(track: str) -> None:
         assert len(late.ledger.edits) == 1
 
 
-def test_rules_that_change_during_a_night_are_refused(track: str) -> None:
+def test_rules_that_change_during_a_night_are_refused(track):
     judged(track, "salt=1")
     rules = Path("records/toy/track.yaml")
     rules.write_text(rules.read_text().replace("1000", "2000"))
@@ -399,9 +391,7 @@ def test_rules_that_change_during_a_night_are_refused(track: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.timeout(600)
-def test_runs_are_trained_and_measured(
-    track: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_trained_and_measured(track, capsys, monkeypatch):
     """A comment in the model: both runs have equal bits."""
     monkeypatch.setattr(referee, "python", PYTHON)
     shutil.copy(ROOT / "train.py", "train.py")

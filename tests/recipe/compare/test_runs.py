@@ -19,7 +19,7 @@ def notes(folder: Path) -> list[str]:
     return notes_on(found, sweeps_of(found.runs))
 
 
-def test_a_run_is_read_from_its_files(tmp_path: Path) -> None:
+def test_a_run_is_read_from_its_files(tmp_path):
     run = read_run(write_run(tmp_path / "run", "flash", 7, steps=100, seq_len=512, peak_gib=11.5))
     assert (run.attention, run.seed, run.seq_len, run.status, run.step) == ("flash", 7, 512, "completed", 100)
     assert (run.device, run.precision, run.commit) == ("NVIDIA H200", "bf16", "0123456")
@@ -30,7 +30,7 @@ def test_a_run_is_read_from_its_files(tmp_path: Path) -> None:
     assert run.notes == ()
 
 
-def test_damaged_lines_are_left_out_and_noted(tmp_path: Path) -> None:
+def test_damaged_lines_are_left_out_and_noted(tmp_path):
     path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
     content = path.read_bytes()
     path.write_bytes(content[:-1])  # the line break alone is missing: nothing is lost
@@ -48,7 +48,7 @@ def test_damaged_lines_are_left_out_and_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_run_without_a_readable_summary_is_read_from_its_lines_and_config(damaged: bool, tmp_path: Path) -> None:
+def test_a_run_without_a_readable_summary_is_read_from_its_lines_and_config(damaged, tmp_path):
     folder = write_run(tmp_path / "run", "flash", 3, steps=200, stop=120, tokens_per_s=1000.0)
     (folder / "summary.json").unlink()
     if damaged:
@@ -60,7 +60,7 @@ def test_a_run_without_a_readable_summary_is_read_from_its_lines_and_config(dama
     assert [note.startswith("summary.json cannot be read (it is not ") for note in run.notes] == [True] * damaged
 
 
-def test_steps_logged_again_count_once_and_losses_that_are_not_finite_are_read_as_such(tmp_path: Path) -> None:
+def test_steps_logged_again_count_once_and_losses_that_are_not_finite_are_read_as_such(tmp_path):
     path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
     with path.open("a") as file:
         file.write('{"step": 50, "train/loss": 1.25}\n{"step": 110, "train/loss": "nan"}\n')
@@ -72,7 +72,7 @@ def test_steps_logged_again_count_once_and_losses_that_are_not_finite_are_read_a
     assert read_run(path.parent).diverged() == 110
 
 
-def test_why_runs_failed_is_noted(tmp_path: Path) -> None:
+def test_why_runs_failed_is_noted(tmp_path):
     """A run whose name is a number is called "run 2". An ablated run that came to NaN gets no advice."""
     write_run(tmp_path / "2", status="failed", stop=20, message="disk full.")
     write_run(tmp_path / "b", status="out_of_memory", stop=0, message="CUDA out of memory")
@@ -82,7 +82,7 @@ def test_why_runs_failed_is_noted(tmp_path: Path) -> None:
     assert notes(tmp_path) == ["run 2 failed: disk full."]
 
 
-def test_a_job_that_ended_before_its_record_began_failed_for_what_it_printed_last(tmp_path: Path) -> None:
+def test_a_job_that_ended_before_its_record_began_failed_for_what_it_printed_last(tmp_path):
     for n, printed in enumerate(("error: data.path=x is not there.\n\n", "attention=naive\n")):
         (tmp_path / str(n) / ".hydra").mkdir(parents=True)
         (tmp_path / str(n) / ".hydra" / "overrides.yaml").write_text("- seed=1\n")
@@ -92,14 +92,14 @@ def test_a_job_that_ended_before_its_record_began_failed_for_what_it_printed_las
     assert unfinished.status == "unfinished"
 
 
-def test_a_probe_that_compared_less_than_a_micro_batch_is_noted(tmp_path: Path) -> None:
+def test_a_probe_that_compared_less_than_a_micro_batch_is_noted(tmp_path):
     """Older versions wrote it as text, which is ignored."""
     for n, tokens in enumerate(([12, 256], "1x128", [1, 128])):
         write_run(tmp_path / str(n), "flash", n, steps=20, summary={"parity": {"tokens": tokens}})
     assert notes(tmp_path) == ["run 2: the probe compared 1 x 128 of 12 x 256 tokens."]
 
 
-def test_parts_of_a_summary_that_are_no_parts_are_passed_over(tmp_path: Path) -> None:
+def test_parts_of_a_summary_that_are_no_parts_are_passed_over(tmp_path):
     parts = ("median", "peak", "git", "versions", "device", "ablation", "step", "parameters")
     for seq_len, damaged in ((128, [1]), (256, "text")):
         folder = tmp_path / "sweep" / str(seq_len)
@@ -111,7 +111,7 @@ def test_parts_of_a_summary_that_are_no_parts_are_passed_over(tmp_path: Path) ->
     write_report(found, tmp_path / "report")
 
 
-def test_runs_are_found_at_any_depth_and_in_natural_order(tmp_path: Path) -> None:
+def test_runs_are_found_at_any_depth_and_in_natural_order(tmp_path):
     for n in (10, 2, 1):
         write_run(tmp_path / "sweep" / str(n))
     (tmp_path / "sweep" / "1" / "checkpoints" / "step-00000500").mkdir(parents=True)
@@ -121,13 +121,13 @@ def test_runs_are_found_at_any_depth_and_in_natural_order(tmp_path: Path) -> Non
     assert [run.name for run in find_runs([tmp_path / "sweep" / "2"]).runs] == ["2"]
 
 
-def test_a_folder_given_twice_counts_once_and_one_without_runs_is_noted(tmp_path: Path) -> None:
+def test_a_folder_given_twice_counts_once_and_one_without_runs_is_noted(tmp_path):
     (tmp_path / "empty").mkdir()
     found = find_runs([write_run(tmp_path / "run"), tmp_path / "run", tmp_path / "empty"])
     assert (len(found.runs), found.notes) == (1, (f"{tmp_path / 'empty'} holds no run and was left out.",))
 
 
-def test_dirty_trees_mixed_commits_and_devices_are_named(tmp_path: Path) -> None:
+def test_dirty_trees_mixed_commits_and_devices_are_named(tmp_path):
     write_run(tmp_path / "a", summary={"git": {"commit": "a" * 40, "dirty": True, "changes": "12345678"}})
     write_run(
         tmp_path / "b", summary={"git": {"commit": "b" * 40, "dirty": False, "changes": "9abcdef0"}}, device="cpu"
@@ -141,7 +141,7 @@ def test_dirty_trees_mixed_commits_and_devices_are_named(tmp_path: Path) -> None
     ]
 
 
-def test_labels_distinguish_variants_of_an_implementation(tmp_path: Path) -> None:
+def test_labels_distinguish_variants_of_an_implementation(tmp_path):
     variants: dict[str, dict[str, object]] = {
         "naive": {},
         "tiled 16x16": {"attention.block_q": 16, "attention.block_k": 16},
@@ -154,7 +154,7 @@ def test_labels_distinguish_variants_of_an_implementation(tmp_path: Path) -> Non
     assert list(labels_of(find_runs([tmp_path]).runs).values()) == list(variants)
 
 
-def test_only_implementation_seed_and_bookkeeping_may_differ_within_a_cell(tmp_path: Path) -> None:
+def test_only_implementation_seed_and_bookkeeping_may_differ_within_a_cell(tmp_path):
     alike = {"seed": 2, "attention.block_q": 16, "training.eval_every": 5, "parity.every": 7, "tracking.mode": "x"}
     apart = {"model.n_layers": 6, "data.documents": "mask", "score.window": 128, "attention.dropout": 0.1}
     for n, (name, value) in enumerate(({"device": "auto"} | alike).items()):
@@ -167,7 +167,7 @@ def test_only_implementation_seed_and_bookkeeping_may_differ_within_a_cell(tmp_p
     assert len(cells_of(find_runs([tmp_path]).runs)) == 4 + len(apart)
 
 
-def test_a_killed_run_joins_those_it_shares_its_settings_with(tmp_path: Path) -> None:
+def test_a_killed_run_joins_those_it_shares_its_settings_with(tmp_path):
     write_run(tmp_path / "a", "naive")
     (write_run(tmp_path / "b", "flash") / "summary.json").unlink()
     (cell,) = cells_of(find_runs([tmp_path]).runs)
@@ -176,14 +176,14 @@ def test_a_killed_run_joins_those_it_shares_its_settings_with(tmp_path: Path) ->
     assert len(cells_of(find_runs([tmp_path]).runs)) == 3
 
 
-def test_of_several_runs_of_a_seed_the_one_with_most_steps_counts(tmp_path: Path) -> None:
+def test_of_several_runs_of_a_seed_the_one_with_most_steps_counts(tmp_path):
     for n, stop in enumerate((390, 400, 10)):
         write_run(tmp_path / str(n), status="completed" if stop == 400 else "interrupted", stop=stop)
     (cell,) = cells_of(find_runs([tmp_path]).runs)
     assert cell.of("naive")[1].name == "1"
 
 
-def test_lengths_with_equal_tokens_are_one_sweep_and_mixed_batches_are_not(tmp_path: Path) -> None:
+def test_lengths_with_equal_tokens_are_one_sweep_and_mixed_batches_are_not(tmp_path):
     sizes = [(256, 8), (512, 4), (256, 2), (512, 2)]
     for known in (2, 4):
         for seq_len, batch_size in sizes[known - 2 : known]:

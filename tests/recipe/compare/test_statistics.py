@@ -13,7 +13,6 @@ from scipy import integrate, stats
 from recipe.compare import simulate
 from recipe.compare.simulate import (
     SWEEPS,
-    Noise,
     draw_normal,
     draw_shared,
     false_verdicts,
@@ -65,7 +64,7 @@ def test_differences_without_spread_are_certain_and_one_alone_tells_nothing():
         paired([0.1])
 
 
-def test_an_outlier_is_what_grubbs_table_calls_one() -> None:
+def test_an_outlier_is_what_grubbs_table_calls_one():
     """The critical value of 6 numbers, two-sided at 1 %, is 1.973 (Grubbs and Beck 1972, for 0.5 % on one side)."""
     for top, expected in ((5.0, None), (30.0, 5)):
         d = [-1.0, 1.0, -1.0, 1.0, 0.0, top]
@@ -159,7 +158,7 @@ def gains_of(values: list[float]) -> Gains:
     return gains
 
 
-def test_the_evidence_is_the_likelihood_ratio_that_integration_gives() -> None:
+def test_the_evidence_is_the_likelihood_ratio_that_integration_gives():
     """Half-normal effect, and the posterior of the variance after a calibration of 5 degrees of freedom."""
     values, calibration = [0.5, 1.7, 1.1], Calibration(5.0, 4.2)
     variance, effect = np.meshgrid(np.geomspace(0.02, 500, 1500), np.linspace(0, 14, 250), indexing="ij")
@@ -172,7 +171,7 @@ def test_the_evidence_is_the_likelihood_ratio_that_integration_gives() -> None:
     assert float(log_one_sided(gains_of(values), calibration)) == pytest.approx(np.log(better / null), abs=1e-3)
 
 
-def test_gains_that_are_added_one_by_one_have_the_mean_and_the_squares_of_all() -> None:
+def test_gains_that_are_added_one_by_one_have_the_mean_and_the_squares_of_all():
     values = [0.3, -0.2, 1.4, 0.9]
     found = gains_of(values)
     assert (found.n, found.mean, found.squares) == pytest.approx((4, np.mean(values), np.var(values) * 4))
@@ -180,7 +179,7 @@ def test_gains_that_are_added_one_by_one_have_the_mean_and_the_squares_of_all() 
     assert narrow == pytest.approx((30.0, (58 + found.squares) * 30 / 32))
 
 
-def test_a_calibration_counts_only_with_evidence_that_needs_none() -> None:
+def test_a_calibration_counts_only_with_evidence_that_needs_none():
     """Two equal gains of 9 deviations: certain if the deviation is as calibrated, and nothing if it is not."""
     certain = Calibration(30.0, 30.0)
     two, six = gains_of([9.0, 9.5]), gains_of([9.0, 9.5, 8.0, 9.2, 9.9, 8.8])
@@ -188,7 +187,7 @@ def test_a_calibration_counts_only_with_evidence_that_needs_none() -> None:
     assert float(log_evidence(six, certain)) == pytest.approx(float(log_one_sided(six, certain)))
 
 
-def test_the_weights_of_all_edits_together_are_one() -> None:
+def test_the_weights_of_all_edits_together_are_one():
     weights = [np.exp(-log_limit(edit, 0)) / ALPHA for edit in range(1, 2001)]
     rest = 0.5 / 2001 + 50 / 2100  # of two telescopes
     assert sum(weights) + rest == pytest.approx(1.0)
@@ -196,20 +195,20 @@ def test_the_weights_of_all_edits_together_are_one() -> None:
 
 
 @pytest.mark.parametrize(("noise", "doubled"), [(draw_normal, 0.0), (draw_normal, 1.0), (draw_shared, 0.0)])
-def test_few_nights_of_edits_that_change_nothing_keep_any(noise: Noise, doubled: float) -> None:
+def test_few_nights_of_edits_that_change_nothing_keep_any(noise, doubled):
     nights = 1500
     any_kept = night(noise, 40, nights, seed=5, doubled=doubled)[0].any(1).mean()
     assert any_kept <= ALPHA + 3 * np.sqrt(ALPHA * (1 - ALPHA) / nights)
 
 
-def test_a_gain_of_two_deviations_as_the_hundredth_edit_takes_eight_pairs() -> None:
+def test_a_gain_of_two_deviations_as_the_hundredth_edit_takes_eight_pairs():
     keeps, pairs = night(draw_normal, 100, 1000, seed=6, gain=2.0)
     last = keeps[:, -1]
     assert last.mean() > 0.95
     assert np.median(pairs[last, -1]) <= 8
 
 
-def test_an_interval_holds_at_every_pair_at_once() -> None:
+def test_an_interval_holds_at_every_pair_at_once():
     generator, missed = np.random.default_rng(7), 0
     for _ in range(400):
         gains, outside = NO_GAINS, False

@@ -214,7 +214,7 @@ def test_models_of_transformers_learn_the_same_here_and_are_written_as_they_were
 def test_the_preset_of_nanochat_learns_as_the_model_of_transformers_does():
     """The model rotates queries and keys in the other direction: the same as exchanging the halves of each head."""
 
-    def exchanged(model: GPT) -> dict[str, Tensor]:
+    def exchanged(model):
         family = Family("nanochat", "NanoChatForCausalLM", BEFORE | {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"})
         tensors = renamed(model, family)
         for name in [name for name in tensors if "q_proj" in name or "k_proj" in name]:
@@ -359,7 +359,7 @@ def test_a_head_that_contradicts_config_json_is_refused_with_a_way_out(tmp_path)
     weights = {name: x for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
     embedding = weights["model.embed_tokens.weight"]
 
-    def written(tied: bool, head: Tensor | None) -> str:
+    def written(tied, head):
         (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
         save_file(weights | ({} if head is None else {"lm_head.weight": head}), folder / "model.safetensors")
         with pytest.raises(WeightsError) as raised:

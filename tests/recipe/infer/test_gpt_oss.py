@@ -92,7 +92,7 @@ def take(ours: SelfAttention, theirs: Any) -> None:
     ours.get_parameter("sinks").copy_(theirs.sinks)
 
 
-def test_each_layers_attention_equals_that_of_transformers_and_needs_the_window_and_the_sinks() -> None:
+def test_each_layers_attention_equals_that_of_transformers_and_needs_the_window_and_the_sinks():
     attentions, inputs, outputs = their_attentions()
     for name in ("naive", "tiled"):
         model = built(name, SCORE)

@@ -51,7 +51,7 @@ def gpt2():
 
 
 @pytest.fixture(scope="module")
-def folder(gpt2, tmp_path_factory) -> Path:
+def folder(gpt2, tmp_path_factory):
     path = tmp_path_factory.mktemp("gpt2")
     gpt2.save_pretrained(path)
     return path

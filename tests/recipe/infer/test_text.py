@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +56,7 @@ def own_tokenizer() -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
 
 
-def test_a_text_ends_where_an_answer_of_the_runs_conversations_does(tmp_path: Path):
+def test_a_text_ends_where_an_answer_of_the_runs_conversations_does(tmp_path):
     tokenizer = OwnTokenizer("words", own_tokenizer().to_str())
     end_at_answers(tokenizer, tmp_path)
     assert ends_of(tokenizer) == {2}  # of a run without conversations
@@ -72,7 +71,7 @@ def test_a_text_ends_where_an_answer_of_the_runs_conversations_does(tmp_path: Pa
 @pytest.mark.parametrize(
     ("given", "ends"), [({"eos_token_id": [1, 0]}, {0, 1, 2}), ({"eos_token_id": None}, {2}), ([], {2})]
 )
-def test_a_text_ends_where_transformers_ends_one_of_the_folders_model(given: Any, ends: set[int], tmp_path: Path):
+def test_a_text_ends_where_transformers_ends_one_of_the_folders_model(given, ends, tmp_path):
     own_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
     settings: Any = SimpleNamespace(model=GPTConfig(vocab_size=3))
