@@ -28,6 +28,7 @@ from data.chat import chat_encoder, read_conversations, read_template
 from data.errors import DataError, brief, first_few, unreadable
 from data.files import (
     ACCEPTED,
+    CHARACTERS,
     TABLES,
     TEXT_SUFFIXES,
     TOKENS,
@@ -238,7 +239,7 @@ def text(config: DataConfig) -> Corpus:
     else:
         everything = _files_below(path, ("",), lambda name: name.startswith("."))
         files = [file for file in everything if kind(file) in TEXT_SUFFIXES]
-        others = sorted(set(everything) - set(files))
+        others = sorted(file for file in set(everything) - set(files) if file.name != CHARACTERS)
     if not files:
         raise DataError(
             f"data.path={config.path} holds no file that ends in one of {ACCEPTED}"

@@ -21,7 +21,7 @@ import numpy as np
 
 from data.errors import DataError, brief, first_few, unreadable
 from data.tokenizers import gpt2_tokenizer
-from data.untrusted import LINE, has_half_characters
+from data.untrusted import LINE, UntrustedError, has_half_characters, read_plain_pickle
 
 Row = dict[str, Any]
 TOKENS = "GPT-2's tokens"  # the field of a row that holds them beside its text
@@ -35,7 +35,7 @@ KINDS: dict[type, str] = {
 TEXT_SUFFIXES = (".txt", *TABLES)
 ACCEPTED = ".txt, .jsonl (both also with .gz or .zst), .parquet, .bin"
 SHARD = 20240520  # the first number of a shard of tokens as llm.c writes it
-CHARACTERS = "meta.pkl"  # beside it, nanoGPT's tokens are characters
+CHARACTERS = "meta.pkl"  # nanoGPT's names of the tokens in the .bin files beside it
 
 # GPT-2's pattern always splits after a printable character and before a lone space or newline. A document cut there
 # keeps its tokens. Both neighbours are ASCII, so no character is cut either.
@@ -163,16 +163,19 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
 def token_rows(path: Path) -> Iterator[Row]:
     """The documents in a file of 16-bit tokens: a shard of llm.c's, or nanoGPT's train.bin. They are GPT-2's tokens
-    with an end of text between documents.
+    with an end of text between documents or, beside a meta.pkl, characters of one document.
     """
     with reading(path):
         content = np.memmap(path, "<u2", "r") if path.stat().st_size % 2 == 0 else np.empty(0, np.uint16)
         header, tokens = content[:512].view("<i4") if len(content) >= 512 else np.zeros(3, np.int32), content
         if header[0] == SHARD:
             tokens = content[512:]
+        names = path.with_name(CHARACTERS)
+        if names.exists() and header[0] != SHARD:
+            yield {"text": "".join(map(_characters(names).__getitem__, tokens.tolist()))}
+            return
     if (
         not len(tokens)
-        or (header[0] != SHARD and path.with_name(CHARACTERS).exists())
         or tokens.max() > GPT2_END
         or (header[0] == SHARD and (header[1] != 1 or header[2] != len(tokens)))
     ):
@@ -187,6 +190,17 @@ def token_rows(path: Path) -> Iterator[Row]:
                 document = np.array(tokens[start:end])
                 yield {"text": gpt2.decode(document.tolist()), TOKENS: document}
             start = end + 1
+
+
+def _characters(path: Path) -> dict[int, str]:
+    try:
+        characters = read_plain_pickle(path)["itos"]
+        if all(isinstance(character, str) for character in characters.values()):
+            return characters
+        reason = "its itos is no mapping to characters"
+    except (UntrustedError, KeyError, TypeError, AttributeError) as error:
+        reason = f"it {error}" if isinstance(error, UntrustedError) else "it has no itos"
+    raise DataError(f"{path} names no characters ({reason}); train on the text itself.")
 
 
 def text_of(row: Row, field: str, where: str) -> str:

@@ -6,8 +6,10 @@ YAML may have no aliases, with which a few lines can stand for gigabytes.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +85,23 @@ def parse_json(text: str | bytes) -> Any:
         raise UntrustedError("is not JSON") from None
     check_value(value)
     return value
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds numbers, texts, lists and mappings alone; a pickle that names anything else is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise UntrustedError(f"names {module}.{name}")
+
+
+def read_plain_pickle(path: Path) -> Any:
+    """The plain value in a pickle, of which nothing is run. Raises OSError, UntrustedError."""
+    try:
+        return _PlainUnpickler(io.BytesIO(read_bytes(path, RECORD))).load()
+    except UntrustedError:
+        raise
+    except Exception:  # a damaged pickle raises any kind
+        raise UntrustedError("is no pickle of plain values") from None
 
 
 def has_half_characters(value: Any) -> bool:

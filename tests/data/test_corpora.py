@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import pickle
 import re
 import sysconfig
 import tempfile
@@ -417,17 +418,23 @@ def test_one_compressed_file_is_cut_as_the_file_itself(tmp_path, suffix):
         documents(of_text(tmp_path / f"b.{suffix}"))
 
 
+def test_nanogpts_characters_are_read_by_its_names_of_them_and_nothing_else_of_a_pickle_is(tmp_path):
+    text = {"train": "to be, or not to be\n" * 5, "val": "that is the question"}
+    characters = sorted(set("".join(text.values())))
+    for split, content in text.items():
+        np.array([characters.index(c) for c in content], np.uint16).tofile(tmp_path / f"{split}.bin")
+    names = {"vocab_size": len(characters), "itos": dict(enumerate(characters))}
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(names))
+    assert documents(of_text(tmp_path)) == {split: [content] for split, content in text.items()}
+    assert not any("meta.pkl" in notice for notice in CORPORA["text"](of_text(tmp_path)).notices())
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(names | {"itos": Path("x")}))
+    with pytest.raises(DataError, match=r"meta\.pkl names no characters \(it names pathlib"):
+        documents(of_text(tmp_path))
+
+
 @pytest.mark.parametrize("content", [b"", b"abc", np.array([60_000], np.uint16).tobytes(), shard([1, 2, 3])[:-2]])
 def test_bytes_that_are_no_tokens_of_gpt2_are_refused(tmp_path, content):
     (tmp_path / "train.bin").write_bytes(content)
     (tmp_path / "val.bin").write_bytes(content)
     with pytest.raises(DataError, match=r"holds no 16-bit tokens of GPT-2|nothing but empty files"):
-        documents(of_text(tmp_path))
-
-
-def test_tokens_of_nanogpts_characters_are_refused(tmp_path):
-    for name in ("train.bin", "val.bin"):
-        np.arange(9, dtype=np.uint16).tofile(tmp_path / name)
-    (tmp_path / "meta.pkl").touch()
-    with pytest.raises(DataError, match="holds no 16-bit tokens of GPT-2"):
         documents(of_text(tmp_path))
