@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import record_function
@@ -20,10 +21,6 @@ from recipe.training.interruption import Interruption
 from recipe.training.parity_probe import ParityProbe
 from recipe.training.recall import Recall
 from recipe.training.step import Trainer
-
-if TYPE_CHECKING:
-    from recipe.run.meters import StepMeter
-    from recipe.run.profiler import Profiler
 
 LONG = 600.0  # seconds of a run from which on it says in advance how long it takes
 WARM = 1.0  # seconds of a batch below which the first one tells little
@@ -54,14 +51,47 @@ class NullRecord:
         """The run is over, with or without an `error`."""
 
 
+class Meter(Protocol):
+    """What the loop tells the measurement of step times and memory: recipe/run/meters.py."""
+
+    def step_start(self) -> None:
+        """A step begins."""
+
+    def waiting_for_data(self) -> AbstractContextManager[None]:
+        """Around a wait for batches."""
+
+    def step_end(self) -> None:
+        """The last work of a step has been launched."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Around work that is not training."""
+
+    def interval(self, replayed_bytes: int = 0) -> dict[str, float]:
+        """Metrics of the steps since the last call."""
+
+
+class Recording(Protocol):
+    """A recording of some steps: recipe/run/profiler.py.
+
+    first, last  the steps that it begins and ends with; None: it records none
+    """
+
+    first: int | None
+    last: int | None
+
+    def start(self) -> None:
+        """Before the first step."""
+
+    def stop(self) -> dict[str, float]:
+        """After the last step. Returns metrics."""
+
+
 @dataclass
 class Run:
     """The parts of a run that is ready to train.
 
     batches       of this rank
     windows       batches for the validation loss
-    meter         of step times and memory
-    profiler      records some steps
     record        of metrics and checkpoints
     interruption  by a signal
     start         updates done already
@@ -72,9 +102,9 @@ class Run:
     trainer: Trainer
     batches: Source
     windows: Sequence[Batch]
-    meter: StepMeter
+    meter: Meter
     probe: ParityProbe | None
-    profiler: Profiler
+    profiler: Recording
     record: NullRecord
     interruption: Interruption
     start: int = 0
