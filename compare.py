@@ -33,8 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipe.compare.arena_page import write_arena_report
-from recipe.compare.page import write_report
-from recipe.compare.publish import MODES, mode_of, publish
+from recipe.compare.page import MODES, mode_of, publish, write_report
 from recipe.compare.referee import KEPT, Judge
 from recipe.compare.referee_page import leaderboard, verdict, write_referee_page
 from recipe.compare.runs import ReportError, find_runs

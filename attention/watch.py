@@ -256,9 +256,10 @@ class Watch(ExitStack):
         It takes calls without a mask tensor and without dropout. Others raise UnsupportedAttention, and nothing falls
         back.
         """
-        from . import build_attention
-
-        self.implementation = build_attention(AttentionConfig(name))
+        choices = {cls.name: cls for cls in Attention.__subclasses__() if hasattr(cls, "name")}
+        if name not in choices:
+            raise UnsupportedAttention(f"{name} is not known; choose one of {', '.join(sorted(choices))}.")
+        self.implementation = choices[name](AttentionConfig(name))
         return self
 
     def __enter__(self) -> Self:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import compare
-from recipe.compare import publish
+from recipe.compare import page
 from recipe.compare.runs import ReportError
 from recipe.errors import UserError
 from tests.recipe.compare.synthetic import write_run
@@ -144,9 +144,9 @@ def test_the_report_joins_the_group_of_its_runs_in_wandb(mode, tmp_path, monkeyp
 
 def test_a_wandb_that_hangs_costs_a_limited_time(sweep, forked, monkeypatch):
     """The process, too, ends: W&B's own threads do not hold it."""
-    monkeypatch.setattr(publish, "LIMIT", 0.1)
+    monkeypatch.setattr(page, "LIMIT", 0.1)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=lambda **_: threading.Event().wait(100)))
-    said = publish.publish(compare.find_runs([sweep]).runs, sweep, "online")
+    said = page.publish(compare.find_runs([sweep]).runs, sweep, "online")
     assert said == "W&B has stopped (it did not finish within 0.1 s); the report on disk is complete."
     (sweep.parent / "wandb.py").write_text(
         "import atexit, time\natexit.register(time.sleep, 100)\ndef Settings(**_): raise RuntimeError('no server')\n"

@@ -33,7 +33,6 @@ from recipe.run.profiler import Profiler
 from recipe.run.record import Record, RunMetadata, recorded_out_of_memory
 from recipe.run.starting import Weights
 from recipe.training.checkpoint import Manifest
-from recipe.training.compiling import can_replay, compiled
 from recipe.training.device import cpu_memory_limit, oom_guard, resolve_precision
 from recipe.training.interruption import Interruption
 from recipe.training.loop import NullRecord, Run
@@ -41,7 +40,7 @@ from recipe.training.optimizer import build_optimizer, learning_rate
 from recipe.training.parity_probe import ParityProbe
 from recipe.training.recall import PositionLoss, build_recall
 from recipe.training.restoring import restore
-from recipe.training.step import Trainer
+from recipe.training.step import Trainer, can_replay, compiled
 
 
 def attention_shape(config: Config, device: torch.device, dtype: torch.dtype) -> AttentionShape:

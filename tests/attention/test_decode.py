@@ -12,7 +12,7 @@ from torch import Tensor
 from attention import Attention, AttentionConfig, Cache, Layout, Score, UnsupportedAttention, build_attention
 from attention.check.calls import problem_of
 from attention.decode import write_kernel
-from attention.decode.write import write as write_in_torch
+from attention.decode.cache import write as write_in_torch
 from attention.flash.decode import choose_blocks
 from tests.attention.reference import assert_rounding, published_slopes
 

@@ -413,5 +413,5 @@ def test_what_a_replacement_would_have_to_ignore_is_refused(options: dict[str, A
 
 
 def test_a_replacement_that_is_not_known_is_refused():
-    with pytest.raises(UnsupportedAttention, match=r'"fash" is not known; choose one of .*flash'):
+    with pytest.raises(UnsupportedAttention, match=r"fash is not known; choose one of .*flash"):
         watch().replace("fash")

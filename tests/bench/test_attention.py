@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bench.attention.__main__
 from attention import UnsupportedAttention
-from bench.attention.__main__ import main
-from bench.attention.cells import with_ratios
+from bench.attention.__main__ import main, with_ratios
 from bench.attention.peers import VARIANTS, Candidate, Problem, candidates, from_package
 from bench.record import read
 

@@ -15,8 +15,8 @@ import torch
 
 from data.batches import GlobalBatch
 from data.errors import DataError
+from data.feed import ChatBatches, PackedRows, best_fit, chat_windows
 from data.options import DataConfig, Documents
-from data.packing import ChatBatches, PackedRows, best_fit, chat_windows
 from data.prepare import prepare
 from data.store import PreparedData
 from tests.toy_llama import TEMPLATES, conversation, conversations, tokenizer, write_lines

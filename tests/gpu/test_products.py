@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.gpu import capturing
-from model.cublaslt import PLANS, has_fast_products
-from model.fused_mlp import fused_mlp, gelu_gradient, linear_gelu
+from model.fused_mlp import PLANS, fused_mlp, gelu_gradient, has_fast_products, linear_gelu
 from tests.gpu.needs import A_HOPPER_GPU, TWO_GPUS
 
 pytestmark = A_HOPPER_GPU

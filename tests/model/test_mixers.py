@@ -22,8 +22,8 @@ from model.score import ScoreConfig
 from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.world import World
 from recipe.errors import UserError
+from recipe.infer.huggingface.export import describe
 from recipe.infer.huggingface.settings import WeightsError
-from recipe.infer.huggingface.weights import describe
 from recipe.run.build import attention_shape, build_trainer
 from recipe.run.config import Config
 from recipe.run.mistakes import mistakes

@@ -14,7 +14,7 @@ from model.further import further
 from model.gpt import GPT, Computation
 from model.options import GPTConfig, Recompute
 from model.score import ScoreConfig
-from recipe.distributed.sharding import gathered, rounded, rounded_by_autocast, with_others, without_values
+from recipe.distributed.sharing import gathered, rounded, rounded_by_autocast, with_others, without_values
 from tests.parts import PARTS
 
 T, VOCAB = 32, 61

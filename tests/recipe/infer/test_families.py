@@ -26,11 +26,11 @@ from model.score import attention_scores, layer_scores
 from recipe.distributed.world import World
 from recipe.infer.generation import Engine, Request, Sampling
 from recipe.infer.huggingface import HuggingFace
+from recipe.infer.huggingface.export import describe, renamed
 from recipe.infer.huggingface.families import BEFORE, FAMILIES, Family
 from recipe.infer.huggingface.loading import folder_mistakes, load
 from recipe.infer.huggingface.settings import WeightsError, essence, read_settings
 from recipe.infer.huggingface.starting import start_from
-from recipe.infer.huggingface.weights import describe, renamed
 from recipe.run.build import build_model
 from recipe.run.compose import composed, to_config
 from recipe.run.config import Config
@@ -170,7 +170,8 @@ class Rounding:
         return exact
 
     def is_alike(self) -> bool:
-        return len(self.here) == 9 and all(self.here[key] <= 2 * self.there[key] for key in self.here)
+        limits = {"logits": 2, "gradients": 2, "loss": 4}  # a single number's error may be small by chance
+        return len(self.here) == 9 and all(x <= limits[key[1]] * self.there[key] for key, x in self.here.items())
 
 
 def learned_there(model: Any, tokens: Tensor) -> Learned:

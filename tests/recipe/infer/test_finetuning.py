@@ -14,7 +14,7 @@ from torch import Tensor
 
 import sample
 from data.batches import Batch, GlobalBatch
-from data.packing import ChatBatches, PackedRows
+from data.feed import ChatBatches, PackedRows
 from data.prepare import prepare
 from recipe.run.recorded import read_config
 from tests.programs import train
