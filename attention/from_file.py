@@ -35,7 +35,9 @@ def load(name: str) -> Any:
     if is_in_file(name) and not file_of(name).is_file():
         raise UnsupportedAttention("{} cannot be imported: there is no file {}.", asked, place)
     try:
-        found = run(file_of(name).resolve()) if is_in_file(name) else of_module(place)
+        if os.getcwd() not in sys.path and not is_in_file(name):  # a module may lie in the current folder
+            sys.path.insert(0, os.getcwd())
+        found = run(file_of(name).resolve()) if is_in_file(name) else importlib.import_module(place)
         for part in name.rpartition(":")[2].split("."):
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
@@ -48,13 +50,6 @@ def load(name: str) -> Any:
     if not callable(found):
         raise UnsupportedAttention("{} is {}; name a class or a function.", asked, type(found).__name__)
     return found
-
-
-def of_module(name: str) -> Any:
-    """A module by its name; it may lie in the current folder."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return importlib.import_module(name)
 
 
 @functools.cache

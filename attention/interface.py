@@ -108,7 +108,8 @@ class Attention(ABC):
         for option in fields(AttentionConfig):
             chosen = getattr(config, option.name)
             if option.name not in {"name", "dropout", *self.options} and chosen != option.default:
-                template, names = listed(readers(option.name))
+                readers = (cls.name for cls in Attention.__subclasses__() if option.name in cls.options)
+                template, names = listed(sorted(readers))
                 raise UnsupportedAttention(
                     f"{{}} has no effect with {{}}; leave it at {{}} or choose {template}.",
                     Option(f"attention.{option.name}", plain(chosen)),
@@ -298,8 +299,3 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 def plain(option: object) -> object:
     """The value of an option; of an enum its name."""
     return option.value if isinstance(option, Enum) else option
-
-
-def readers(option: str) -> list[str]:
-    """The implementations that read an option."""
-    return sorted(cls.name for cls in Attention.__subclasses__() if option in cls.options)

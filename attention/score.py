@@ -64,7 +64,9 @@ class Score:
     def __post_init__(self) -> None:
         """Check the fields, and set the attributes that follow from them."""
         for name in NAMES:
-            self._set(name, as_python(getattr(self, name)))
+            value = getattr(self, name)
+            is_number = hasattr(value, "item") and getattr(value, "ndim", None) == 0  # of NumPy's or torch's
+            self._set(name, value.item() if is_number else value)
         formula = trace(self.formula) if callable(self.formula) else self.formula
         self._set("formula", formula)
         check_type("causal", self.causal, bool, "true or false")
@@ -126,11 +128,6 @@ class Score:
 
 
 NAMES = tuple(option.name for option in fields(Score) if option.init)  # of Score's arguments
-
-
-def as_python(value: Any) -> Any:
-    """A number of NumPy's, or a tensor without axes, as a number of Python's; all else as it is."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def check_type(name: str, value: object, kind: Any, words: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .formula.call import tile_formula
+from .formula.evaluate import run
 from .formula.tile import Tile
 from .layout import Layout
 from .score import Range, Score, key_intervals
@@ -65,7 +66,7 @@ class TileScores:
         tile, slopes = None, [1.0]
         if self.formula is not None:
             tile = Tile(self.formula, b_s.flatten(1, 2), rows, columns)
-            value, *slopes = tile.value_and_gradients()
+            value, *slopes = run(self.formula.steps.gradients, tile.values)
             b_s = value.view(b_s.shape)
         hidden = self.hidden(rows, columns)
         return hide(b_s, hidden, -torch.inf), TileGradients(tile, slopes, hidden)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -84,12 +85,7 @@ def draw(case: Case, device: torch.device) -> tuple[MixerInputs, tuple[Tensor, T
     narrow = DTYPES[case.dtype]
     wide = torch.promote_types(narrow, torch.float32)
 
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    def rand(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator, dtype=torch.float64)
-
+    randn, rand = (partial(draw, generator=generator, dtype=torch.float64) for draw in (torch.randn, torch.rand))
     k = F.normalize(randn(B, H, T, K), dim=-1)
     if case.keys == "long":
         k = k * (0.3 + 1.1 * rand(B, H, T, 1))

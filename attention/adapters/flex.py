@@ -9,6 +9,7 @@ Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,13 +82,14 @@ class FlexAttention(Attention):
             return None
         starts = layout.document_starts
         rows = None if starts is None else B
+        create = partial(create_block_mask, mask, rows, None, T, S, device=device)
         if torch.compiler.is_compiling():
-            return create_block_mask(mask, rows, None, T, S, device=device)
+            return create()
         key = (score, layout.query_start(T, S), layout.k_start, rows, T, S, device)
         version = -1 if starts is None else starts._version
         cached = self.block_masks.pop(key, None)
         if cached is None or cached[0] is not starts or cached[1] != version:
-            cached = (starts, version, create_block_mask(mask, rows, None, T, S, device=device))
+            cached = (starts, version, create())
         self.block_masks[key] = cached
         if len(self.block_masks) > MASKS_KEPT:
             del self.block_masks[next(iter(self.block_masks))]

@@ -70,13 +70,13 @@ class FunctionAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         (B, H, T, D), score = q.shape, call.spec.score
         case = Case(
-            B=B,
-            H=H,
-            H_kv=k.shape[1],
-            T=T,
-            S=k.shape[2],
-            D=D,
-            causal=score.causal,
+            B,
+            H,
+            k.shape[1],
+            T,
+            k.shape[2],
+            D,
+            score.causal,
             window=score.window,
             soft_cap=score.soft_cap,
             alibi=score.alibi,

@@ -43,11 +43,8 @@ class VarlenAttention(Attention):
         super().__init__(config)
         if config.dropout > 0:
             raise no_dropout(self.name, config.dropout)
-        try:
-            module: Any = importlib.import_module("torch.nn.attention.varlen")
-        except ImportError:
-            module = None
-        if module is None or "enable_gqa" not in inspect.signature(module.varlen_attn).parameters:
+        module: Any = importlib.import_module("torch.nn.attention.varlen")
+        if "enable_gqa" not in inspect.signature(module.varlen_attn).parameters:
             raise UnsupportedAttention(
                 f"{{}} needs torch.nn.attention.varlen of torch 2.12 or newer, and this is torch {torch.__version__}; "
                 "choose {}.",

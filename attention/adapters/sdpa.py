@@ -83,7 +83,8 @@ class SDPAAttention(Attention):
         q, scale = q[:, :, n_masked:], call.spec.scale
         if scale <= 0:  # on a CPU torch takes a row's maximum before it scales, which only a positive scale allows
             q, scale = q * scale, 1.0
-        with self.backend():
+        backend = self.config.backend
+        with contextlib.nullcontext() if backend is SDPABackend.auto else sdpa_kernel(TORCH_BACKENDS[backend]):
             out = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -95,9 +96,3 @@ class SDPAAttention(Attention):
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         return AttentionOutput(F.pad(out, (0, 0, n_masked, 0)) if n_masked else out)
-
-    def backend(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which torch has only the chosen backend."""
-        if self.config.backend is SDPABackend.auto:
-            return contextlib.nullcontext()
-        return sdpa_kernel(TORCH_BACKENDS[self.config.backend])

@@ -68,9 +68,15 @@ def activate(key: str = "CUDA") -> Active:
 
 
 def run(operator: str, kernel: Callable[[SimpleNamespace], Any], *values: Any, **named: Any) -> Any:
-    """A kernel's results for torch's arguments of an aten operator, which it takes by name."""
+    """A kernel's results for torch's arguments of an aten operator, which it takes by name.
+
+    Refuses dropout, whose mask here is a function of a key and not of torch's random numbers.
+    """
     parameters = defaults(operator)
-    return kernel(SimpleNamespace(**(parameters | dict(zip(parameters, values, strict=False)) | named)))
+    x = SimpleNamespace(**(parameters | dict(zip(parameters, values, strict=False)) | named))
+    if rate := getattr(x, "dropout_p", 0.0):
+        raise refused(f"drops weights by a key, which torch does not pass; set dropout_p to 0, not {rate:g}")
+    return kernel(x)
 
 
 def refused(why: str) -> UnsupportedAttention:
@@ -81,7 +87,7 @@ def refused(why: str) -> UnsupportedAttention:
     )
 
 
-def spec_of(scale: float | None, head_dim: int, score: Score, documents: bool) -> Spec:
+def spec_of(scale: float | None, head_dim: int, score: Score, documents: bool = False) -> Spec:
     """A call without dropout."""
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if scale <= 0:
@@ -96,12 +102,6 @@ def score_of(is_causal: bool, left: int | None, right: int | None) -> Score:
     if not causal and (left is not None or right is not None):
         raise refused(f"takes windows that end at the query, not window_size=({left}, {right})")
     return Score(causal=causal, window=None if left is None else left + 1)
-
-
-def check_dropout(rate: float) -> None:
-    """Refuse dropout, whose mask here is a function of a key and not of torch's random numbers."""
-    if rate:
-        raise refused(f"drops weights by a key, which torch does not pass; set dropout_p to 0, not {rate:g}")
 
 
 def packed_inputs(starts_q: Tensor, starts_k: Tensor | None, total: int) -> Inputs:
@@ -144,15 +144,14 @@ def defaults(operator: str) -> dict[str, Any]:
 
 def sdpa_forward(x: SimpleNamespace) -> tuple[Any, ...]:
     """query (B, H, T, D), key and value (B, H_kv, S, D)."""
-    check_dropout(x.dropout_p)
-    spec = spec_of(x.scale, x.query.shape[-1], Score(causal=x.is_causal), documents=False)
+    spec = spec_of(x.scale, x.query.shape[-1], Score(causal=x.is_causal))
     out, lse = attend(x.query, x.key, x.value, Inputs(), spec)
     return out, lse, None, None, x.query.shape[2], x.key.shape[2], *no_randomness(x.query)
 
 
 def sdpa_backward(x: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
-    spec = spec_of(x.scale, x.query.shape[-1], Score(causal=x.is_causal), documents=False)
+    spec = spec_of(x.scale, x.query.shape[-1], Score(causal=x.is_causal))
     return attend_backward(x.grad_out, (x.query, x.key, x.value, x.out, x.logsumexp), Inputs(), spec)
 
 
@@ -182,7 +181,6 @@ class PackedRows(NamedTuple):
 
 def flash_forward(x: SimpleNamespace) -> tuple[Tensor, ...]:
     """out as query, lse (B, H, T) or (H, total), and tensors for dropout."""
-    check_dropout(x.dropout_p)
     for name, value in vars(x).items():
         if name not in FORWARD and value is not None and not (name == "num_splits" and value == 1):
             raise refused(f"does not support {name}")

@@ -140,7 +140,10 @@ def attend(
     computed: dict[str, Any] = {"score": score, "scale": scaling, "sinks": s_aux}
     inference = dropout == 0 and not torch.is_grad_enabled()
     if query.shape[2] == 1 and score.causal and layout.document_starts is None and inference:
-        out = implementation(name, 0.0, query).decode(query, as_cache(key, value, layout), **computed).out
+        # Up to the next token's key: a static cache has room for more.
+        seen = layout.query_start(1, key.shape[2]) - layout.k_start + 1
+        cache = Cache(key, value, torch.full((len(key),), seen, dtype=torch.int32, device=key.device))
+        out = implementation(name, 0.0, query).decode(query, cache, **computed).out
     else:
         drop = layer_key(name, module, dropout)
         out = implementation(name, dropout, query)(query, key, value, layout=layout, dropout_key=drop, **computed).out
@@ -148,13 +151,6 @@ def attend(
 
 
 cached_score = functools.lru_cache(maxsize=256)(Score)  # to check its fields takes longer than a short call
-
-
-def as_cache(key: Tensor, value: Tensor, layout: Layout) -> Cache:
-    """The keys and values up to those of the next token: a static cache has room for more."""
-    B, _, S, _ = key.shape
-    seen = layout.query_start(1, S) - layout.k_start + 1
-    return Cache(key, value, torch.full((B,), seen, dtype=torch.int32, device=key.device))
 
 
 def implementation(name: str, dropout: float, query: Tensor) -> Attention:

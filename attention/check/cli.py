@@ -179,20 +179,16 @@ def main(arguments: Sequence[str]) -> int:
             )
         finally:
             workers.close()
-        return finished(replace(report, allowed=frozenset(filter(None, asked.allow.split(",")))), asked)
+        report = replace(report, allowed=frozenset(filter(None, asked.allow.split(","))))
+        print(text(report))
+        for name in sorted(report.allowed - {line.name for line in report.lines}):
+            print(f"note: --allow {name} names none of these lines.", file=sys.stderr)
+        if asked.json is not None:
+            write(asked.json, as_json(report))
+        return 1 if report.failed() else 0 if report.compared() else 2
     except AttentionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted: nothing is judged", file=sys.stderr)
         return 130
-
-
-def finished(report: Report, asked: argparse.Namespace) -> int:
-    """Print a report, and write its files. Returns the exit status."""
-    print(text(report))
-    for name in sorted(report.allowed - {line.name for line in report.lines}):
-        print(f"note: --allow {name} names none of these lines.", file=sys.stderr)
-    if asked.json is not None:
-        write(asked.json, as_json(report))
-    return 1 if report.failed() else 0 if report.compared() else 2

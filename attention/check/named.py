@@ -17,10 +17,6 @@ from torch import Tensor
 PACKAGE = __package__.partition(".")[0]
 
 
-class Unavailable(ImportError):
-    """An implementation that is not installed, or does not run on this machine."""
-
-
 class Named(NamedTuple):
     """How to import and call an implementation.
 
@@ -117,7 +113,7 @@ NAMED = {
 def from_transformers(name: str) -> Callable[..., Tensor]:
     """An attention function of transformers, by its attn_implementation, called like a plain function.
 
-    Raises Unavailable.
+    Raises ImportError where it is not installed.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
@@ -127,7 +123,7 @@ def from_transformers(name: str) -> Callable[..., Tensor]:
     if name == "eager":  # each model has its own; Gemma 2's is the one with a soft cap
         return as_plain(eager_attention_forward, name)
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        raise Unavailable(f"transformers has no attn_implementation={name}")
+        raise ImportError(f"transformers has no attn_implementation={name}")
     return as_plain(ALL_ATTENTION_FUNCTIONS[name], name)
 
 

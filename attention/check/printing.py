@@ -9,13 +9,12 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from .accuracy import SECTION as ACCURACY
 from .formula import RESULTS
-from .run import Failure, Line
+from .run import Line
 from .subject import FEATURES, CheckError
 
 
@@ -75,10 +74,6 @@ class Report:
             return f"{name} is correct in {number}, {sum(x.calls for x in checked):,} calls."
         return f"{self.target} fails {len(self.failed())} of {len(checked)} checks."
 
-    def failures(self) -> list[tuple[Line, Failure]]:
-        """All failures, with their lines."""
-        return [(line, failure) for line in self.lines for failure in line.failures]
-
 
 def where(device: torch.device) -> str:
     """torch's version and the device, for a report."""
@@ -103,10 +98,11 @@ def text(report: Report) -> str:
         head = f"  {status:<8}{line.name:<26}"
         calls = f"; {line.calls:,} calls" if line.status in ("ok", "FAIL") else ""
         page += textwrap.wrap(head + line.detail + calls, width, subsequent_indent=indent, break_long_words=False)
-    for line, failure in report.failures():
-        page += ["", *textwrap.wrap(f"{line.name}: {failure.what}", width)]
-        if failure.code:
-            page += ["", textwrap.indent(failure.code, "    ")]
+    for line in report.lines:
+        for failure in line.failures:
+            page += ["", *textwrap.wrap(f"{line.name}: {failure.what}", width)]
+            if failure.code:
+                page += ["", textwrap.indent(failure.code, "    ")]
     if report.unseen:
         page += ["", "Not checked:"]
         for sentence in report.unseen:
@@ -116,11 +112,8 @@ def text(report: Report) -> str:
 
 def as_json(report: Report) -> str:
     """The report as JSON. Its field `correct` is the verdict."""
-    content: dict[str, Any] = {
-        "correct": report.compared() and not report.failed(),
-        "headline": report.headline(),
-    } | asdict(report)
-    content["allowed"] = sorted(report.allowed)
+    verdict = {"correct": report.compared() and not report.failed(), "headline": report.headline()}
+    content = verdict | asdict(report) | {"allowed": sorted(report.allowed)}
     return json.dumps(content, indent=1, default=str)
 
 

@@ -93,7 +93,8 @@ class Workers:
                 return
             if (left := deadline + GRACE_S - time.monotonic()) <= 0:
                 break
-            self.show_progress()
+            running = {job.keywords.get("name", "accuracy") for _, job in self.busy.values()}
+            self.session.progress(" and ".join(sorted(running)[:2]))
             ready = wait(list(self.busy), timeout=min(left, 1.0))
             for connection in [x for x in ready if isinstance(x, Connection)]:
                 process, job = self.busy.pop(connection)
@@ -113,11 +114,6 @@ class Workers:
             process.kill()
             done(job, Ended())
         self.busy.clear()
-
-    def show_progress(self) -> None:
-        """Show the names of running parts."""
-        names = [job.keywords.get("name", "accuracy") for _, job in self.busy.values()]
-        self.session.progress(" and ".join(sorted(set(names))[:2]))
 
     def close(self) -> None:
         """End the processes."""

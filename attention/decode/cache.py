@@ -117,11 +117,6 @@ class Cache(NamedTuple):
                 f"A cache of {tuple(self.k.shape)} for {B} sequences takes k and v ({rows}, {H_kv}, tokens, {D}); got "
                 f"{tuple(k.shape)} and {tuple(v.shape)}."
             )
-        if not (k.dtype == v.dtype == self.k.dtype and k.device == v.device == self.k.device):
-            raise ValueError(
-                f"New keys and values must be {self.k.dtype} on {self.k.device} as the cache is; got {k.dtype} on "
-                f"{k.device} and {v.dtype} on {v.device}."
-            )
         if cu_seqlens is not None and cu_seqlens.shape != (B + 1,):
             raise ValueError(f"cu_seqlens of shape {tuple(cu_seqlens.shape)} must be ({B + 1},) for {B} sequences.")
         put = cache_write if torch.compiler.is_compiling() else write
@@ -173,9 +168,6 @@ class Cache(NamedTuple):
                 raise ValueError(
                     f"A page holds {', '.join(map(str, PAGE_SIZES[:-1]))} or {PAGE_SIZES[-1]} tokens, not {k.shape[2]}."
                 )
-        devices = {x.device for x in (k, v, lengths, pages) if x is not None}
-        if len(devices) > 1:
-            raise ValueError(f"A cache's tensors must be on one device; got {', '.join(sorted(map(str, devices)))}.")
 
 
 def host_sees(x: Tensor) -> bool:

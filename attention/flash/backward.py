@@ -14,6 +14,7 @@ without the roundings of o and ~p, for all that comes after dq.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -533,17 +534,6 @@ def slopes_gradient(sums: Tensor) -> Tensor:
     return -sums.sum((0, 2), dtype=torch.float64).float()
 
 
-def writes_ds(call: KernelCall, q: Tensor, k: Tensor) -> bool:
-    """Whether the backward writes ds: if a learned tensor's gradient is ds, or is not much smaller."""
-    score, number = call.spec.score, None
-    if added_by(score) == "pair":
-        number = written(score).added
-    if number not in call.spec.learned:
-        return False
-    count = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-    return count <= max(MOST, call.inputs.formula[number].numel())
-
-
 @triton.jit
 def unseen_kernel(ds, T, S, H, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.constexpr):
     """Zeros in ds (B, H, T, S) for the query tiles that a tile of keys' program does not visit. Grid: tiles, B x H."""
@@ -585,7 +575,9 @@ def fill_unseen(ds: Tensor, call: KernelCall, rows: int, keys: int, mode: Mode) 
 
 
 def room_for_ds(call: KernelCall, q: Tensor, k: Tensor) -> Tensor | None:
-    """Room for ds where the backward writes it."""
-    if not writes_ds(call, q, k):
+    """Room for ds where the backward writes it: if a learned tensor's gradient is ds, or is not much smaller."""
+    score, shape = call.spec.score, (*q.shape[:3], k.shape[2])
+    number = written(score).added if added_by(score) == "pair" else None
+    if number not in call.spec.learned or math.prod(shape) > max(MOST, call.inputs.formula[number].numel()):
         return None
-    return torch.empty(*q.shape[:3], k.shape[2], dtype=torch.float32, device=q.device)
+    return torch.empty(shape, dtype=torch.float32, device=q.device)

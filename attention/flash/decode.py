@@ -305,11 +305,6 @@ def choose_blocks(rows: int, head_dim: int, mode: Mode) -> DecodeBlocks:
     return DecodeBlocks(BM, 64, 4, 2, programs=384) if head_dim > 64 else DecodeBlocks(BM, 64, 2, 2, programs=1056)
 
 
-def count_splits(keys: int, heads: int, blocks: DecodeBlocks) -> int:
-    """The splits of a sequence whose queries see at most `keys`; `heads` tiles of rows have a program for each."""
-    return max(1, min(blocks.programs // heads, triton.cdiv(keys, UNIT.value)))
-
-
 def run_decode(
     q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], spec: Spec
 ) -> tuple[Tensor, Tensor]:
@@ -335,7 +330,7 @@ def compute_decode(tensors: Sequence[Tensor], spec: Spec, n: int) -> tuple[Tenso
     capacity = k.shape[2] * (1 if pages is None else pages.shape[1])
     visible = capacity if window is None else min(capacity, window + T - 1 + blocks.k - 1)
     n_m = triton.cdiv(G * T, blocks.q)
-    n_splits = count_splits(visible, H_kv * n_m, blocks)
+    n_splits = max(1, min(blocks.programs // (H_kv * n_m), triton.cdiv(visible, UNIT.value)))
     # Each kernel is launched while the one before it runs, and waits for it: programmatic dependent launch.
     early = not INTERPRET.value and gpu.capability(q.device) >= (9, 0)
     partial = None

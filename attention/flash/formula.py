@@ -339,7 +339,7 @@ def kernel_inputs(call: KernelCall, T: int, S: int, layout: Layout | None = None
         strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
         kind: Any = Values
         if k >= len(p.hoisted):
-            kind = table
+            kind = None  # a plain tuple: its pointer, the batch's stride, and the stride and size of each index
             first = x.ndim - len(p.tables[k - len(p.hoisted)].args)
             axes = zip(strides[first:], x.shape[first:], strict=True)
             numbers = [strides[0] if first else 0, *(number for axis in axes for number in axis)]
@@ -352,13 +352,9 @@ def kernel_inputs(call: KernelCall, T: int, S: int, layout: Layout | None = None
             numbers = strides[:2]
             if p.hoisted[k].stage == "distance":
                 kind, numbers = Distances, [*numbers, x.shape[2], low]
-        result.append(kind(x, *(4 * number + 2 for number in numbers)))  # as `unspecialised`
+        values = (x, *(4 * number + 2 for number in numbers))  # as `unspecialised`
+        result.append(values if kind is None else kind(*values))
     return call.inputs._replace(formula=tuple(result), factors=None)
-
-
-def table(*values: Any) -> tuple[Any, ...]:
-    """A table as kernels read it: its pointer, the batch's stride, and the stride and size of each index."""
-    return values
 
 
 def column_input(x: Tensor) -> Tensor:

@@ -62,6 +62,12 @@ def fp8_refusal(problem: Problem) -> str | None:
     return f"does not support {', '.join(others)}" if others else None
 
 
+def refused(option: str, chosen: str, why: str, instead: str) -> UnsupportedAttention:
+    """The refusal of a choice."""
+    options = (Option(f"attention.{option}", choice) for choice in (chosen, instead))
+    return UnsupportedAttention(f"{{}} {why}; choose {{}}.", *options)
+
+
 def no_fp8_gradients() -> UnsupportedAttention:
     """The refusal of a backward with products in 8 bits."""
     fp8, inputs = (Option("attention.precision", precision) for precision in ("fp8", "inputs"))
@@ -92,8 +98,7 @@ def choose_path(problem: Problem, backward: bool) -> str:
         if backward:
             raise no_fp8_gradients()
         if refusal := fp8_refusal(problem):
-            fp8, inputs = (Option("attention.precision", precision) for precision in ("fp8", "inputs"))
-            raise UnsupportedAttention(f"{{}} {refusal}; choose {{}}.", fp8, inputs)
+            raise refused("precision", "fp8", refusal, "inputs")
         return "plain"
     if name == "auto":
         return next(
@@ -101,8 +106,7 @@ def choose_path(problem: Problem, backward: bool) -> str:
         )
     refusal = PATHS[name].refusal(problem, backward)
     if refusal is not None:
-        path, auto = (Option("attention.path", n) for n in (name, "auto"))
-        raise UnsupportedAttention(f"{{}} {refusal}; choose {{}}.", path, auto)
+        raise refused("path", name, refusal, "auto")
     return name
 
 

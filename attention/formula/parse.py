@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import warnings
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import NoReturn
 
 from ..errors import FormulaError, Option
@@ -108,12 +108,11 @@ class Reader:
                 return ops.invert(self.read(operand, depth))
             case ast.BoolOp(op=op, values=values):
                 name = "and" if isinstance(op, ast.And) else "or"
-                return self.joined(name, [self.read(y, depth) for y in values])
+                return reduce(ops.MAKERS[name], [self.read(y, depth) for y in values])
             case ast.Compare(left=left, ops=signs, comparators=rights) if all(type(y) in COMPARE for y in signs):
                 sides = [self.read(y, depth) for y in (left, *rights)]
-                return self.joined(
-                    "and", [ops.compare(COMPARE[type(sign)], *sides[n : n + 2]) for n, sign in enumerate(signs)]
-                )
+                parts = [ops.compare(COMPARE[type(sign)], *sides[n : n + 2]) for n, sign in enumerate(signs)]
+                return reduce(ops.MAKERS["and"], parts)
             case ast.IfExp(test=test, body=body, orelse=other):
                 return ops.where(self.read(test, depth), self.read(body, depth), self.read(other, depth))
             case ast.Call(func=ast.Name() as called, args=args, keywords=[]):
@@ -124,13 +123,6 @@ class Reader:
         self.refuse(
             "is made of + - * / // % **, comparisons, numbers, functions and tensors by name, and not of this", x
         )
-
-    @staticmethod
-    def joined(name: str, parts: list[Node]) -> Node:
-        result = ops.condition(parts[0])
-        for part in parts[1:]:
-            result = ops.both(name, result, part)
-        return result
 
     def call(self, x: ast.Call, called: ast.Name, args: list[Node]) -> Node:
         if called.id not in CALLS:

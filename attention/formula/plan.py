@@ -85,13 +85,9 @@ def of_distance(x: Node) -> bool:
         if y.op == "leaf":
             free[y] = y.value in "ijns"
         else:
-            free[y] = not is_distance(y) and any(free[z] for z in y.args)
+            is_distance = y.op == "sub" and set(y.args) == {leaf("i"), leaf("j")}
+            free[y] = not is_distance and any(free[z] for z in y.args)
     return not free[x]
-
-
-def is_distance(x: Node) -> bool:
-    """Whether x is i - j or j - i."""
-    return x.op == "sub" and set(x.args) == {leaf("i"), leaf("j")}
 
 
 @lru_cache(maxsize=1024)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,10 +71,6 @@ class Tile:
         ]
         for x, index in zip(formula.tables, self.indices, strict=True):
             self.values.tables.append(entries(x.to(s.dtype), index))
-
-    def value_and_gradients(self) -> list[Any]:
-        """The scores, and their derivatives by s and by each of the inputs: tensors, or numbers for constants."""
-        return run(self.formula.steps.gradients, self.values)
 
     def cut(self, x: Tensor, stage: str) -> Tensor:
         """The tile's part of hoisted values, in a shape that broadcasts over the tile."""
