@@ -104,14 +104,6 @@ def score_of(is_causal: bool, left: int | None, right: int | None) -> Score:
     return Score(causal=causal, window=None if left is None else left + 1)
 
 
-def packed_inputs(starts_q: Tensor, starts_k: Tensor | None, total: int) -> Inputs:
-    """The documents of one row of `total` tokens, from cu_seqlens. Waits for the device."""
-    if starts_k is None or (starts_q is not starts_k and not torch.equal(starts_q, starts_k)):
-        raise refused("takes sequences with as many queries as keys: cu_seq_q and cu_seq_k must be equal")
-    layout = packed(starts_q, total)
-    return Inputs(starts=bounds(layout.document_starts), ends=bounds(layout.document_ends))
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D) and k, v (B, H_kv, S, D) to out, with q's memory layout, and lse (B, H, T)."""
     out, lse, _ = run_forward((prepared(q), prepared(k), prepared(v), *inputs.present()), spec, 0, 0)
@@ -164,10 +156,15 @@ class PackedRows(NamedTuple):
 
     @classmethod
     def of(cls, x: SimpleNamespace) -> PackedRows:
-        """From the arguments of a call."""
-        score, is_packed = score_of(x.is_causal, x.window_size_left, x.window_size_right), x.cum_seq_q is not None
+        """From the arguments of a call. Waits for the device where it is packed."""
+        (q, k), inputs = (x.cum_seq_q, x.cum_seq_k), Inputs()
+        score, is_packed = score_of(x.is_causal, x.window_size_left, x.window_size_right), q is not None
         spec = spec_of(x.scale, x.query.shape[-1], score, documents=is_packed)
-        inputs = packed_inputs(x.cum_seq_q, x.cum_seq_k, x.query.shape[0]) if is_packed else Inputs()
+        if is_packed:
+            if k is None or (q is not k and not torch.equal(q, k)):
+                raise refused("takes sequences with as many queries as keys: cu_seq_q and cu_seq_k must be equal")
+            layout = packed(q, len(x.query))
+            inputs = Inputs(starts=bounds(layout.document_starts), ends=bounds(layout.document_ends))
         return cls(spec, inputs, is_packed)
 
     def put(self, x: Tensor) -> Tensor:

@@ -112,14 +112,6 @@ def check(
     )  # fmt: skip
 
 
-def processes(device: torch.device) -> int:
-    """The number of processes for a check: at most one for each core and, on a GPU, for each 2 GiB of free memory."""
-    number = min(os.cpu_count() or 1, MOST_WORKERS)
-    if device.type == "cuda":
-        number = min(number, torch.cuda.mem_get_info(device)[0] // 2**31)
-    return max(number, 1)
-
-
 def argument_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     names = "\n".join(f"  {name:<16}{named.words}" for name, named in NAMED.items())
@@ -165,7 +157,11 @@ def main(arguments: Sequence[str]) -> int:
         subject = find(asked.target, filter(None, asked.features.split(",")), asked.style)
         if asked.reference is not None:
             subject.reference = find(asked.reference)
-        workers = Workers(processes(device))
+        # At most one process for each core and, on a GPU, for each 2 GiB of free memory.
+        number = min(os.cpu_count() or 1, MOST_WORKERS)
+        if device.type == "cuda":
+            number = min(number, torch.cuda.mem_get_info(device)[0] // 2**31)
+        workers = Workers(max(number, 1))
         try:
             report = check(
                 subject,
