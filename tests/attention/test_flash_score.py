@@ -28,14 +28,7 @@ from tests.attention.reference import (
     gradients_with_slopes,
     make_loud,
 )
-from tests.attention.test_flash import projected
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def flash(dropout: float = 0.0):
-    return build_attention(AttentionConfig("flash", dropout=dropout))
-
+from tests.attention.test_flash import DEVICE, flash, projected
 
 CAPPED: Any = {"soft_cap": 1.5, "dropout": 0.17}
 

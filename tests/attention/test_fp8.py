@@ -7,7 +7,6 @@ import torch
 
 from attention import (
     AttentionConfig,
-    AttentionShape,
     ProductPrecision,
     Score,
     UnsupportedAttention,
@@ -17,15 +16,12 @@ from attention.flash.call import Problem
 from attention.flash.paths import choose_path, describe_path
 from attention.spec import Spec
 from tests.attention.reference import Case, formula
+from tests.attention.test_flash import DEVICE
+from tests.attention.test_hopper import shape
 
 SPEC = Spec(Score(), scale=1.0, precision="fp8")
 PROBLEM = Problem(SPEC, 128, torch.bfloat16, queries=4096, keys=4096, capability=(9, 0))
 E4M3 = 2.0**-4  # half of the last place
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def shape(**options) -> AttentionShape:
-    return AttentionShape(128, 4, 4, torch.bfloat16, torch.device("cuda:0"), **options)
 
 
 def fp8(**options):

@@ -86,48 +86,53 @@ def test_tensors_of_different_precision_are_refused():
         build_attention(AttentionConfig("naive"))(q, q.half(), q)
 
 
-class TestSDPA:
-    def test_dropout_needs_torchs_generator(self):
-        with pytest.raises(UnsupportedAttention, match=r'dropout=0.1; set rng="torch"'):
-            build_attention(AttentionConfig("sdpa", dropout=0.1))
+def test_dropout_of_sdpa_needs_torchs_generator():
+    with pytest.raises(UnsupportedAttention, match=r'dropout=0.1; set rng="torch"'):
+        build_attention(AttentionConfig("sdpa", dropout=0.1))
 
-    def test_dropout_of_torch_keeps_the_expectation_and_needs_a_key(self):
-        q, k, v, _ = Case(64, 8, 8, 32, 32, 8).tensors(torch.float32)
-        attend = build_attention(AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch))
-        exact = build_attention(AttentionConfig("sdpa"))(q, k, torch.ones_like(v)).out
-        assert torch.equal(attend(q, k, torch.ones_like(v)).out, exact)
-        torch.manual_seed(0)
-        dropped = attend(q, k, torch.ones_like(v), dropout_key=KEY).out
-        assert not torch.equal(dropped, exact)
-        assert dropped.mean().item() == pytest.approx(1.0, abs=0.02)
 
-    def test_the_log_sum_exp_is_not_to_be_had(self):
-        q, k, v, _ = Case(1, 1, 1, 4, 4, 8).tensors(torch.float32)
-        with pytest.raises(UnsupportedAttention, match=r'use name="naive", name="tiled" or name="flash"'):
-            build_attention(AttentionConfig("sdpa"))(q, k, v, return_lse=True)
+def test_dropout_of_sdpa_keeps_the_expectation_and_needs_a_key():
+    q, k, v, _ = Case(64, 8, 8, 32, 32, 8).tensors(torch.float32)
+    attend = build_attention(AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch))
+    exact = build_attention(AttentionConfig("sdpa"))(q, k, torch.ones_like(v)).out
+    assert torch.equal(attend(q, k, torch.ones_like(v)).out, exact)
+    torch.manual_seed(0)
+    dropped = attend(q, k, torch.ones_like(v), dropout_key=KEY).out
+    assert not torch.equal(dropped, exact)
+    assert dropped.mean().item() == pytest.approx(1.0, abs=0.02)
 
-    @pytest.mark.parametrize("backend", [SDPABackend.auto, SDPABackend.flash, SDPABackend.math])
-    def test_backends_that_the_device_has_pass_the_check(self, backend):
+
+def test_the_log_sum_exp_of_sdpa_is_not_to_be_had():
+    q, k, v, _ = Case(1, 1, 1, 4, 4, 8).tensors(torch.float32)
+    with pytest.raises(UnsupportedAttention, match=r'use name="naive", name="tiled" or name="flash"'):
+        build_attention(AttentionConfig("sdpa"))(q, k, v, return_lse=True)
+
+
+@pytest.mark.parametrize("backend", [SDPABackend.auto, SDPABackend.flash, SDPABackend.math])
+def test_backends_of_sdpa_that_the_device_has_pass_the_check(backend):
+    build_attention(AttentionConfig("sdpa", backend=backend)).check(shape())
+
+
+@pytest.mark.parametrize("backend", [SDPABackend.efficient, SDPABackend.cudnn])
+def test_backends_of_sdpa_that_the_device_lacks_are_refused_when_the_model_is_built(backend):
+    with pytest.raises(UnsupportedAttention, match=f'backend="{backend.value}" .*use backend="auto"'):
         build_attention(AttentionConfig("sdpa", backend=backend)).check(shape())
 
-    @pytest.mark.parametrize("backend", [SDPABackend.efficient, SDPABackend.cudnn])
-    def test_backends_that_the_device_lacks_are_refused_when_the_model_is_built(self, backend):
-        with pytest.raises(UnsupportedAttention, match=f'backend="{backend.value}" .*use backend="auto"'):
-            build_attention(AttentionConfig("sdpa", backend=backend)).check(shape())
 
-    def test_the_check_leaves_the_generator_alone(self):
-        before = torch.get_rng_state()
-        config = AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch, backend=SDPABackend.math)
-        build_attention(config).check(shape())
-        assert torch.equal(torch.get_rng_state(), before)
+def test_the_check_of_sdpa_leaves_the_generator_alone():
+    before = torch.get_rng_state()
+    config = AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch, backend=SDPABackend.math)
+    build_attention(config).check(shape())
+    assert torch.equal(torch.get_rng_state(), before)
 
-    @pytest.mark.parametrize("backend", [SDPABackend.flash, SDPABackend.math])
-    def test_the_backend_does_the_work(self, backend):
-        q, k, v, _ = Case(1, 2, 2, 16, 16, 8).tensors(torch.float32)
-        with torch.profiler.profile() as profile:
-            build_attention(AttentionConfig("sdpa", backend=backend))(q, k, v)
-        called = {event.key for event in profile.key_averages()}
-        assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in called) == (backend is SDPABackend.flash)
+
+@pytest.mark.parametrize("backend", [SDPABackend.flash, SDPABackend.math])
+def test_the_backend_of_sdpa_does_the_work(backend):
+    q, k, v, _ = Case(1, 2, 2, 16, 16, 8).tensors(torch.float32)
+    with torch.profiler.profile() as profile:
+        build_attention(AttentionConfig("sdpa", backend=backend))(q, k, v)
+    called = {event.key for event in profile.key_averages()}
+    assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in called) == (backend is SDPABackend.flash)
 
 
 class ReturnsATensor(NaiveAttention):
