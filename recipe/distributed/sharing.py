@@ -272,4 +272,4 @@ class Sharing:
                 f"parallel.context={world.context} does not support tensors that are made from the input, such as "
                 f"score.tensors.{made[0]}; use parallel.context=1."
             )
-        return attend, rows_of(world.context_rank, world.context, model.seq_len, by)
+        return attend, rows_of(world.rank % world.context, world.context, model.seq_len, by)

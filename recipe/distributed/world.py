@@ -28,11 +28,6 @@ class World:
         """The number of ranks, or groups of ranks, with different sequences."""
         return self.size // self.context
 
-    @property
-    def context_rank(self) -> int:
-        """The place of this process among the ranks with different rows of the same sequences."""
-        return self.rank % self.context
-
     @classmethod
     def from_environment(cls, context: int = 1) -> World:
         """The world that torchrun's environment variables describe, else srun's; without either, one process."""

@@ -24,7 +24,7 @@ from recipe import CONF
 from recipe.run.arguments import suggestion
 from recipe.run.config import Config, ConfigError, holds_mapping, is_key, keys, register
 from recipe.run.removed import moved, refusal
-from recipe.run.wording import expected, explain, quoted_twice, whole_number_hint
+from recipe.run.wording import expected, explain, quoted_twice
 from recipe.wording import as_typed
 
 OPTIONAL = ("experiment", "arm")  # groups of which a run may have none
@@ -100,7 +100,7 @@ def mistakes(line: str) -> Iterator[str]:
     elif key in choices():
         yield from choice_mistakes(key, override.value())
     elif not override.is_sweep_override() and not fits(key, override.value()):
-        yield f"{line.lstrip('+')} is not {expected(key)}{whole_number_hint(key, override.value())}."
+        yield f"{line.lstrip('+')} is not {expected(key)}."
 
 
 def choice_mistakes(group: str, value: Any) -> Iterator[str]:

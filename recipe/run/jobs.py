@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,6 @@ from recipe.errors import UserError
 from recipe.run.removed import as_today
 from recipe.run.run_folder import check_not_running, last_line, read_overrides, read_summary
 
-ROOT = Path(__file__).parents[2]
 MANIFEST = "sweep.json"
 # The backslashes with which Hydra writes the special characters of a swept value.
 ESCAPES = re.compile(r"\\([\\()\[\]{}:=, \t])")
@@ -124,11 +122,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, UntrustedError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def share_checkout() -> None:
-    """Let the processes started from now on import this checkout, whatever their working directory."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def failed_job(error: RuntimeError) -> SweepError | None:

@@ -52,14 +52,19 @@ def mistakes(config: Config, ranks: int | None = None, weights: Weights | None =
         yield "model.layers needs parallel.data=replicate and parallel.context=1; leave model.layers out, or set them."
     yield from training_mistakes(config.training, max(config.seq_len, 1), world)
     yield from optimizer_mistakes(config.optimizer, config.schedule, config.training.steps)
-    yield from probe_mistakes(config)
+    yield from unknown_recalls(config.probes)
+    if config.probes and not config.training.eval_every:
+        yield "probes are measured with every evaluation, and training.eval_every=0 has none; set it, or drop them."
     yield from (of_data := list(data_mistakes(config.data)))
     if not of_data:
         yield from refusal(check_corpus, config)
     of_score = list(map(sentence_of, score_mistakes(config.score, config.model.n_layers)))
     of_model = list(model_mistakes(config.model)) or of_score
     # Differences from the folder come first: its sizes and an override may not fit together although each is valid.
-    of_folder = list(init_mistakes(config, weights)) if weights is not None and not of_score else []
+    of_folder = list[str]()
+    if weights is not None and config.init_from is not None and not of_score:
+        scores = attention_scores(config.score, config.model)
+        of_folder += weights.mistakes(config.init_from, config.model, scores, config.seq_len, config.data.tokenizer)
     yield from of_folder or of_model
     if not of_model:
         yield from refusal(check_score_tensors, config)
@@ -69,13 +74,6 @@ def mistakes(config: Config, ranks: int | None = None, weights: Weights | None =
     yield from (of_device := list(refusal(resolve_device, config.device)))
     if not of_model and not of_device:
         yield from device_mistakes(config)
-
-
-def probe_mistakes(config: Config) -> Iterator[str]:
-    """A sentence for each unknown probe, and for probes in a run without evaluations."""
-    yield from unknown_recalls(config.probes)
-    if config.probes and not config.training.eval_every:
-        yield "probes are measured with every evaluation, and training.eval_every=0 has none; set it, or drop them."
 
 
 def check_score_tensors(config: Config) -> None:
@@ -88,14 +86,6 @@ def check_score_tensors(config: Config) -> None:
             given = tensors.given() | dict.fromkeys(tensors.made, torch.empty(1, model.n_heads, T, device="meta"))
             given |= {x.name: x.initial(model.n_heads, torch.device("cpu")) for x in score.head_tensors}
             check_tensors(score.expression, given, 1, reach_of(score, Layout(), T, T, model.n_heads))
-
-
-def init_mistakes(config: Config, weights: Weights) -> Iterator[str]:
-    """A sentence for each reason why the model cannot start from `init_from`, as far as that needs no network."""
-    if config.init_from is None:
-        return
-    scores = attention_scores(config.score, config.model)
-    yield from weights.mistakes(config.init_from, config.model, scores, config.seq_len, config.data.tokenizer)
 
 
 def check_corpus(config: Config) -> None:

@@ -37,7 +37,7 @@ from omegaconf import DictConfig, OmegaConf
 from data.atomic import write_atomically
 from recipe import CONF
 from recipe.run.compose import quoted
-from recipe.run.jobs import Job, SweepError, names_of, share_checkout, without, write_manifest
+from recipe.run.jobs import Job, SweepError, names_of, without, write_manifest
 from recipe.run.progress import Terminal
 from recipe.run.run_folder import CONSOLE, locked
 from recipe.wording import duration
@@ -203,7 +203,8 @@ class Queue:
 
     def submit(self, jobs: Sequence[Job], train: Any) -> None:
         """Have Hydra's launcher run the jobs."""
-        share_checkout()
+        # Its processes import this checkout, whatever their working directory.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CONF.parent), os.environ.get("PYTHONPATH")]))
         with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
             context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
             launcher = Plugins.instance().instantiate_launcher(

@@ -48,7 +48,10 @@ def read_config_values(folder: Path) -> dict[str, Any]:
 
 def read_overrides(folder: Path) -> list[str]:
     """The overrides of a run, as recorded. Raises OSError, UntrustedError."""
-    return _lines(read_yaml(folder / OVERRIDES))
+    lines = read_yaml(folder / OVERRIDES)
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise UntrustedError("is not a list of overrides")
+    return lines
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -113,10 +116,4 @@ def check_not_running(folder: Path) -> None:
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UntrustedError("is not a mapping")
-    return value
-
-
-def _lines(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(line, str) for line in value):
-        raise UntrustedError("is not a list of overrides")
     return value

@@ -116,7 +116,11 @@ class Tracker:
         if self.wandb is not None:
             self.wandb.end(True, SECONDS_TO_FINISH[self.config.mode.value])
             self._warn(self.wandb)
-        self._print_location()
+        lines = {"run folder": self.run_folder, "metrics": "metrics.jsonl, summary.json", "loss curve": "loss.png"}
+        if self.wandb is not None and self.wandb.location is not None:
+            lines["W&B"] = self.wandb.location
+        for label, value in lines.items():
+            self.print(f"{label:<12}{value}")
 
     def __enter__(self) -> Tracker:
         return self
@@ -133,13 +137,6 @@ class Tracker:
     def _warn(self, wandb: WandbThread) -> None:
         for warning in wandb.warnings():
             self.print(f"warning: {warning}")
-
-    def _print_location(self) -> None:
-        lines = {"run folder": self.run_folder, "metrics": "metrics.jsonl, summary.json", "loss curve": "loss.png"}
-        if self.wandb is not None and self.wandb.location is not None:
-            lines["W&B"] = self.wandb.location
-        for label, value in lines.items():
-            self.print(f"{label:<12}{value}")
 
 
 def start_wandb(run_folder: Path, config: TrackingConfig, recorded: Mapping[str, Any]) -> WandbThread:

@@ -81,10 +81,3 @@ def in_words(kind: Any) -> str:
         return "one of " + ", ".join(member.name for member in kind)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "text or a list of it"}
     return words[kind]
-
-
-def whole_number_hint(key: str, value: Any) -> str:
-    """ "; write key=1000000" for 1e6 where a whole number is expected, else nothing."""
-    if isinstance(value, float) and value.is_integer() and expected(key) == "a whole number":
-        return f"; write {key}={value:.0f}"
-    return ""

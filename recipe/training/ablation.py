@@ -54,8 +54,9 @@ def broken(config: AttentionConfig, name: str) -> dict[str, object]:
     stops = range(config.block_k, k.shape[2] + 1, config.block_k)
 
     def after_each_tile(attend: Attention) -> Tensor:
-        """The largest error of each query's state after each tile of keys: (TILES, T)."""
-        return torch.stack([row_errors(attend, exact, q, k[:, :, :stop], v[:, :, :stop]) for stop in stops])
+        """The largest error of each query's state after each tile of keys, (TILES, T); inf where it is not finite."""
+        after = (errors(attend, exact, q, k[:, :, :stop], v[:, :, :stop]) for stop in stops)
+        return torch.stack([error.nan_to_num(nan=math.inf).amax(dim=(0, 1, 3)) for error in after])
 
     bad = after_each_tile(attend) > MARGIN * after_each_tile(intact).max()
     # In the order in which tiles are visited: tile of queries, tile of keys, row.
@@ -72,11 +73,6 @@ def broken(config: AttentionConfig, name: str) -> dict[str, object]:
         "max_error": finite.max().item() if len(finite) else None,
         "non_finite": len(finite) < error.numel(),
     }
-
-
-def row_errors(attend: Attention, exact: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The largest error of each query's output, (T,); inf where it is not finite."""
-    return errors(attend, exact, q, k, v).nan_to_num(nan=math.inf).amax(dim=(0, 1, 3))
 
 
 def errors(attend: Attention, exact: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -122,7 +122,10 @@ def save_checkpoint(
 
     def finish() -> None:
         with _explained(path):
-            _write_manifest(partial, {"step": step, "metadata": plain(metadata), "files": files})
+            content = {"step": step, "metadata": plain(metadata), "files": files}
+            with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+                file.write(to_json({"format": FORMAT, **content, "digest": _digest(content)}, indent=2))
+                to_disk(file)
             if path in best_checkpoint(folder)[1]:  # its weights may be intact
                 path.rename(tempfile.mkdtemp(prefix=f"unreadable-{path.name}-", dir=folder))
             publish(partial, path, PARTS)
@@ -239,13 +242,6 @@ def _sha256_once(file: Path) -> str:
     if version not in _digests:
         _digests[version] = _sha256(file)
     return _digests[version]
-
-
-def _write_manifest(partial: Path, content: dict[str, Any]) -> None:
-    """Complete the checkpoint in `partial`."""
-    with (partial / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(to_json({"format": FORMAT, **content, "digest": _digest(content)}, indent=2))
-        to_disk(file)
 
 
 def _link_best(folder: Path) -> None:

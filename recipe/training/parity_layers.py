@@ -172,7 +172,8 @@ class Listener:
                 self.found.unseen["the log-sum-exp"] = "it is not returned"
                 return self.attend(q, k, v, **options, **plain)
 
-        do = gradient_of_out(q, self.layer)
+        generator = torch.Generator(q.device).manual_seed(self.layer)  # the same numbers in every probe
+        do = torch.randn(q.shape, generator=generator, device=q.device).to(q.dtype)
         results = results_of(call, leaves if self.training else {}, do)
         values = {"q": q.detach(), "k": k.detach(), "v": v.detach(), "do": do}
         values |= {x: torch.full_like(leaves[x], math.nan) if y is None else y for x, y in results.items()}
@@ -187,9 +188,3 @@ def steepened(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
     scale = 1 / math.sqrt(D) if scale is None else abs(scale)
     spread = scale * math.sqrt(D) * q.square().mean().sqrt() * k.square().mean().sqrt()
     return q * (STEEP / spread.clamp(min=1e-6))
-
-
-def gradient_of_out(q: Tensor, layer: int) -> Tensor:
-    """(B, H, T, D), normal numbers that are the same in every probe."""
-    generator = torch.Generator(q.device).manual_seed(layer)
-    return torch.randn(q.shape, generator=generator, device=q.device).to(q.dtype)

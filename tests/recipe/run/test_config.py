@@ -153,7 +153,6 @@ MISTAKES = {
     "hydra.run.dir=/proc/run": "hydra.run.dir=/proc/run cannot be written, because of /proc .*; name another folder",
     f"hydra.run.dir={ROOT}/Makefile": "hydra.run.dir=.*Makefile cannot be written, .*Not a directory",
     "-m hydra.sweep.dir=/proc/sweep seed=1,2": "hydra.sweep.dir=/proc/sweep cannot be written",
-    "training.steps=1e6": "training.steps=1e6 is not a whole number; write training.steps=1000000",
     "optimizer.lr=-1": "^optimizer.lr=-1.0 must be above 0 and finite, such as optimizer.lr=1e-3",
     "optimizer.clip=-1": "^optimizer.clip=-1.0 must not be negative",
     "model.dropout=1": "model.dropout=1",
