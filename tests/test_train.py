@@ -16,7 +16,6 @@ import train as train_module
 from attention import IMPLEMENTATIONS, AttentionConfig, build_attention
 from attention.naive import NaiveAttention
 from data.options import DataConfig, Documents
-from data.tokenizers import bytes_tokenizer
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
@@ -25,8 +24,7 @@ from recipe.compare.runs import find_runs
 from recipe.compare.sweeps import cells_of
 from recipe.compare.verdict import Outcome
 from recipe.distributed.world import World
-from recipe.errors import UserError, refusals
-from recipe.infer.huggingface.export import export
+from recipe.errors import UserError
 from recipe.infer.trained import ModelChoice, load_trained
 from recipe.run.build import build_trainer
 from recipe.run.config import Config, ConfigError
@@ -241,20 +239,6 @@ def test_a_fault_of_the_program_is_in_the_summary_too(config: Config, monkeypatc
     with pytest.raises(ZeroDivisionError):
         run(config, "run")
     assert (summary(Path("run"))["status"], summary(Path("run"))["message"]) == ("failed", "ZeroDivisionError('oh')")
-
-
-def test_init_from_starts_with_the_weights_of_a_gpt2(config: Config) -> None:
-    config.model = GPTConfig(n_layers=2, n_heads=2, n_embd=32, bias=True)
-    config.training = replace(config.training, steps=1, eval_every=1, checkpoint_every=0, sample_tokens=0)
-    torch.manual_seed(123)
-    gpt2 = GPT(config.model, bytes_tokenizer().n_vocab, 32, build_attention(AttentionConfig()))
-    export(gpt2, bytes_tokenizer(), Path("weights"), 0.0)
-    with_weights = replace(config, init_from="weights")
-    first, second = (losses(run(replace(with_weights, seed=seed), f"from-{seed}"))[0] for seed in (1, 2))
-    assert first == second
-    assert losses(run(config, "fresh"))[0] != first
-    with pytest.raises(refusals(), match=r"init_from=weights.*model.n_layers=2"):
-        run(replace(with_weights, model=replace(config.model, n_layers=3)), "other")
 
 
 @pytest.mark.slow
