@@ -16,7 +16,7 @@ import compare
 from recipe.compare import page
 from recipe.compare.runs import ReportError
 from recipe.errors import UserError
-from tests.recipe.compare.synthetic import write_run
+from tests.recipe.compare.synthetic import write_run, write_runs
 from tests.recipe.run.test_wandb_thread import StandIn
 
 ROOT = Path(__file__).parents[1]
@@ -24,8 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def sweep(tmp_path):
-    for attention in ("naive", "flash"):
-        write_run(tmp_path / "sweep" / attention, attention, steps=60)
+    write_runs(tmp_path / "sweep", steps=60)
     return tmp_path / "sweep"
 
 
@@ -41,9 +40,9 @@ def test_one_command_writes_the_report_into_the_sweep(sweep, capsys):
 
 
 def test_the_report_on_several_folders_is_in_a_new_folder(sweep, here):
-    compare.main(["sweep/naive", "sweep/flash"])
+    compare.main(["sweep/naive-1", "sweep/flash-1"])
     assert (here / "report-out" / "index.html").is_file()
-    compare.main(["sweep/naive", "sweep/flash", "out=elsewhere", "reference=flash"])
+    compare.main(["sweep/naive-1", "sweep/flash-1", "out=elsewhere", "reference=flash"])
     assert "flash" in (here / "elsewhere" / "index.html").read_text()
 
 
@@ -126,8 +125,7 @@ def test_a_reference_that_did_not_run_is_named(sweep):
 @pytest.mark.parametrize("mode", ["online", "offline", "disabled"])
 def test_the_report_joins_the_group_of_its_runs_in_wandb(mode, tmp_path, monkeypatch, capsys):
     tracked = {"tracking.mode": mode, "tracking.group": "sweep-1", "tracking.project": "mine"}
-    for attention in ("naive", "flash"):
-        write_run(tmp_path / "sweep" / attention, attention, steps=60, overrides=tracked)
+    write_runs(tmp_path / "sweep", steps=60, overrides=tracked)
     wandb = StandIn()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     compare.main([str(tmp_path / "sweep")])

@@ -7,20 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from attention import AttentionConfig, build_attention
 from bench.decays import draw, half_lives
 from bench.mixers import times, verdict
-from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from recipe.drawing import Chart, render_png
+from tests.parts import built
 
 
 def test_half_lives_are_those_of_the_decays():
-    torch.manual_seed(0)
     config = GPTConfig(n_layers=3, n_embd=32, positions=Positions.none, layers=["retnet", "gla", "attention"])
-    model = GPT(config, 100, 32, build_attention(AttentionConfig())).eval()
+    model = built(config, 32).eval()
     text: Any = SimpleNamespace(encode_ordinary=lambda text: [1, 2, 3] * 20)
     trained: Any = SimpleNamespace(model=model, tokenizer=text)
     retnet, gla = half_lives(trained, "")

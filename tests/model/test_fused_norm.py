@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attention import AttentionConfig, DropoutKey, build_attention
+from attention import DropoutKey
 from attention.dropout import keep_mask
 from model import blocks, fused_norm, gpt
 from model.blocks import Stream
 from model.dropout import LAYER, Mask, draw_masks
+from model.further import further
 from model.fused_norm import add_norm, add_norm_gradient, added_and_normed, can_add_norm
-from model.gpt import GPT, Computation
+from model.gpt import Computation
 from model.norms import RMSNorm
 from model.options import GPTConfig, Norm, NormPlace, NormScale, Recompute
 from tests.interpreter import run_interpreted
+from tests.parts import built, window
 
 B, T, C = 2, 5, 72
 P = 64 / 256
@@ -143,14 +145,12 @@ for C, centred, dropped, sums, dtype in (
 def gradients(config: GPTConfig, recompute: Recompute, compiled: bool = False) -> dict[str, Tensor]:
     """Of a small model's loss, in bf16 with dropout."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    attend = build_attention(AttentionConfig(name="naive", dropout=0.1))
-    model = GPT(config, 90, 16, attend, Computation(recompute))
+    model = built(config, dropout=0.1, computation=Computation(recompute))
     network = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    tokens = torch.randint(90, (2, 2, 16), generator=torch.Generator().manual_seed(1))
-    after = gpt.Further(tokens[1], tokens[0], torch.tensor(32.0)) if model.further is not None else None
+    inputs, targets = window()
+    after = further(inputs, targets) if config.mtp else None
     with torch.autocast("cpu", torch.bfloat16):
-        model.objective(network(tokens[0], tokens[1], dropout_key=KEY, further=after)).backward()
+        model.objective(network(inputs, targets, dropout_key=KEY, further=after)).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -6,16 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from recipe.compare.arena_results import Arena, compare_arms
-from recipe.compare.runs import find_runs
-from recipe.compare.sweeps import Sweep, sweeps_of
+from recipe.compare.runs import Run, find_runs
+from recipe.compare.sweeps import Cell, Sweep, cells_of, sweeps_of
 from recipe.compare.tables import Table
 from recipe.run.plan import Plan, read_plan
 
 Line = dict[str, Any]
 
 
+def runs_in(folder: Path) -> tuple[Run, ...]:
+    return find_runs([folder]).runs
+
+
+def cells_in(folder: Path) -> list[Cell]:
+    return cells_of(runs_in(folder))
+
+
 def only_sweep(folder: Path) -> Sweep:
-    (sweep,) = sweeps_of(find_runs([folder]).runs)
+    (sweep,) = sweeps_of(runs_in(folder))
     return sweep
 
 
@@ -26,7 +34,7 @@ def plan_of(folder: Path) -> Plan:
 
 
 def arena_of(folder: Path) -> Arena:
-    return compare_arms(plan_of(folder), find_runs([folder]).runs)
+    return compare_arms(plan_of(folder), runs_in(folder))
 
 
 def rows_of(table: Table | None) -> list[dict[str, str]]:

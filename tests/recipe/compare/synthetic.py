@@ -7,6 +7,7 @@ implementation's part: rounding that training amplifies, or an error.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,12 @@ def write_run(
     }
     (folder / "summary.json").write_text(json.dumps(content | (summary or {})))
     return folder
+
+
+def write_runs(
+    folder: Path, attentions: Sequence[str] = ("naive", "flash"), seeds: Sequence[int] = (1,), **options: Any
+) -> None:
+    """A run of each attention with each seed."""
+    for attention in attentions:
+        for seed in seeds:
+            write_run(folder / f"{attention}-{seed}", attention, seed, **options)

@@ -15,7 +15,7 @@ from recipe.compare.figures import charts
 from recipe.compare.parity import judge
 from recipe.drawing import _RC, COLOURS, WIDTH, Chart, styles
 from tests.recipe.compare.reading import only_sweep
-from tests.recipe.compare.synthetic import write_run
+from tests.recipe.compare.synthetic import write_run, write_runs
 
 
 def charts_of(folder: Path) -> dict[str, Chart]:
@@ -51,8 +51,7 @@ def test_no_line_runs_into_the_words_that_memory_ran_out(tmp_path, figure):
 
 def test_the_runs_of_every_setting_and_implementation_are_drawn(tmp_path, figure):
     for lr in (1e-3, 3e-3):
-        for attention in ("naive", "flash"):
-            write_run(tmp_path / f"{attention}-{lr}", attention, steps=50, overrides={"optimizer.lr": lr})
+        write_runs(tmp_path / f"{lr}", steps=50, overrides={"optimizer.lr": lr})
     charts_of(tmp_path)["loss"].draw(figure)
     (legend,) = figure.legends
     names = {text.get_text() for text in legend.get_texts()}
@@ -60,9 +59,7 @@ def test_the_runs_of_every_setting_and_implementation_are_drawn(tmp_path, figure
 
 
 def test_the_distance_is_drawn_beside_the_spread_between_seeds_and_the_rounding(tmp_path, figure):
-    for seed in (1, 2):
-        for attention in ("naive", "flash"):
-            write_run(tmp_path / f"{attention}-{seed}", attention, seed, precision="fp32")
+    write_runs(tmp_path, seeds=(1, 2), precision="fp32")
     charts_of(tmp_path)["difference"].draw(figure)
     (axes,) = figure.axes
     assert axes.get_yscale() == "log"

@@ -13,10 +13,9 @@ from scipy import stats
 from recipe.compare.costs import crossovers, ranking, same_tokens
 from recipe.compare.headline import Headline, headline
 from recipe.compare.parity import judge
-from recipe.compare.runs import find_runs
 from recipe.compare.sweeps import labels_of
 from recipe.compare.tables import ablation_table, cell_table, run_table
-from tests.recipe.compare.reading import only_sweep, rows_of
+from tests.recipe.compare.reading import only_sweep, rows_of, runs_in
 from tests.recipe.compare.synthetic import write_run
 
 
@@ -182,7 +181,7 @@ def test_the_table_of_runs_shows_how_they_ended_and_the_loss_of_each_corpus(tmp_
     write_run(tmp_path / "1", "naive")
     failed = write_run(tmp_path / "2", "flash", status="failed", stop=40) / "metrics.jsonl"
     failed.write_text(f'{failed.read_text()}{{"step": 40, "val/loss/code": 2.5}}\n')
-    runs = find_runs([tmp_path]).runs
+    runs = runs_in(tmp_path)
     rows = rows_of(run_table(runs, labels_of(runs), {"1": "lr=1", "2": ""}))
     assert [row["settings"] for row in rows] == ["lr=1", "-"]
     assert (rows[1]["status"], rows[1]["val loss of code"]) == ("failed at step 40", "2.5000")

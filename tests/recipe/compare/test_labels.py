@@ -14,7 +14,7 @@ import pytest
 from recipe.compare.page import subtitle, write_report
 from recipe.compare.runs import Run, RunSet, find_runs
 from recipe.compare.sweeps import places, sweeps_of
-from tests.recipe.compare.reading import only_sweep
+from tests.recipe.compare.reading import only_sweep, runs_in
 from tests.recipe.compare.synthetic import write_run
 
 OPTIONS: dict[str, list[Any]] = {
@@ -105,7 +105,7 @@ def test_the_subtitle_names_what_was_trained(tmp_path):
     variants: dict[str, dict[str, object]] = {"0": {}, "1": {"score.window": 16}, "2": {"score.formula": "s * log(n)"}}
     for name, overrides in variants.items():
         write_run(tmp_path / name, overrides=overrides)
-    runs = find_runs([tmp_path]).runs
+    runs = runs_in(tmp_path)
     assert subtitle(runs) == (
         "n_layers 12 · n_heads 12 · n_embd 768 · seq_len 256 · score causal, causal (window=16), "
         "causal (formula=s * log(n)) · dropout 0 · bf16 · NVIDIA H200"

@@ -19,7 +19,8 @@ from recipe.compare.runs import find_runs, read_run
 from recipe.compare.tables import runs_csv, signed
 from recipe.wording import percent, short_length, short_number, size, times
 from tests.composing import as_it_is
-from tests.recipe.compare.synthetic import write_run
+from tests.recipe.compare.reading import runs_in
+from tests.recipe.compare.synthetic import write_run, write_runs
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE, DESK = 390, 1280
@@ -29,9 +30,7 @@ PHONE, DESK = 390, 1280
 def folder(tmp_path_factory):
     """Two sweeps with something of everything: seeds, lengths, a failure, an out-of-memory, odd names."""
     folder = tmp_path_factory.mktemp("sweep")
-    for seed in (1, 2):
-        for attention in ("naive", "flash"):
-            write_run(folder / f"parity-{attention}-{seed}", attention, seed, steps=200)
+    write_runs(folder, seeds=(1, 2), steps=200)
     write_run(folder / "wall-naive-1024", "naive", steps=200, seq_len=1024, status="out_of_memory", stop=0)
     write_run(
         folder / "wall-flash-1024", "flash", steps=200, seq_len=1024, summary={"attention_path": "hopper forward"}
@@ -102,11 +101,11 @@ def test_sources_and_kernels_are_named(folder, page):
 
 
 def test_the_numbers_can_be_copied(folder, report):
-    runs = {run.name: run for run in find_runs([folder]).runs}
+    runs = {run.name: run for run in runs_in(folder)}
     with (folder / "report" / "runs.csv").open(newline="") as file:
         rows = {row["run"]: row for row in csv.DictReader(file)}
     assert rows.keys() == runs.keys()
-    assert float(rows["parity-flash-2"]["val_loss"]) == runs["parity-flash-2"].final("val/loss")
+    assert float(rows["flash-2"]["val_loss"]) == runs["flash-2"].final("val/loss")
     assert rows["wall-naive-1024"]["status"] == "out_of_memory"
     assert "seq_len=1024" in rows["wall-flash-1024"]["settings"].split(", ")
 

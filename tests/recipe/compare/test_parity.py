@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 from recipe.compare.parity import judge, seed_spread, window_of
-from recipe.compare.runs import find_runs, read_run
-from recipe.compare.sweeps import cells_of
+from recipe.compare.runs import read_run
 from recipe.compare.tables import parity_table
 from recipe.compare.verdict import Gap, NotFinite, Outcome, Verdict
-from tests.recipe.compare.reading import Line, edit, rows_of
-from tests.recipe.compare.synthetic import ERRORS, write_run
+from tests.recipe.compare.reading import Line, cells_in, edit, rows_of, runs_in
+from tests.recipe.compare.synthetic import ERRORS, write_run, write_runs
 
 
 def judged(folder: Path, reference: str = "naive") -> list[Verdict]:
-    return judge(cells_of(find_runs([folder]).runs), reference)
+    return judge(cells_in(folder), reference)
 
 
 def only(folder: Path, reference: str = "naive") -> Any:
@@ -32,17 +31,15 @@ def only(folder: Path, reference: str = "naive") -> Any:
 def sweep(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), other: str = "flash", **options: object) -> Any:
     """The verdict on one other implementation, which has the options, next to naive with the same seeds."""
     shared = {key: value for key, value in options.items() if key in ("precision", "steps")}
-    for seed in seeds:
-        write_run(folder / f"naive-{seed}", "naive", seed, **shared)  # type: ignore[arg-type]
-        write_run(folder / f"{other}-{seed}", other, seed, **options)  # type: ignore[arg-type]
+    write_runs(folder, ["naive"], seeds, **shared)
+    write_runs(folder, [other], seeds, **options)
     return only(folder)
 
 
 @pytest.fixture
 def three(tmp_path):
     """A folder with three seeds of the reference."""
-    for seed in (1, 2, 3):
-        write_run(tmp_path / f"naive-{seed}", "naive", seed)
+    write_runs(tmp_path, ["naive"], (1, 2, 3))
     return tmp_path
 
 
@@ -93,9 +90,8 @@ def test_what_was_not_measured_leaves_parity_open(tmp_path):
     assert (single.outcome, single.gaps) == (Outcome.open, (Gap.single_seed,))
     assert "the reference ran with one seed" in row_of(single)["not measured"]
     assert sweep(tmp_path / "scale", (1,), error="scale").outcome is Outcome.broken  # the probe needs no spread
-    for name, seeds in (("naive", (1, 2)), ("flash", (3,))):
-        for seed in seeds:
-            write_run(tmp_path / "others" / f"{name}-{seed}", name, seed)
+    write_runs(tmp_path / "others", ["naive"], (1, 2))
+    write_runs(tmp_path / "others", ["flash"], (3,))
     assert only(tmp_path / "others").gaps == (Gap.no_shared_losses,)
     own = {"attention.dropout": 0.1, "attention.rng": "torch"}
     write_run(tmp_path / "masks" / "naive", "naive", 1, overrides={"attention.dropout": 0.1})
@@ -113,9 +109,9 @@ def test_a_curve_further_away_than_the_seeds_are_is_broken_even_where_no_probe_r
 
 def test_a_loss_that_differs_from_the_start_is_broken_though_the_probe_agrees(tmp_path):
     """That happens where the compiled model is wrong and the probe's, which is not compiled, is correct."""
-    for seed in (1, 2, 3):
-        write_run(tmp_path / f"naive-{seed}", "naive", seed, precision="fp32")
-        shift(write_run(tmp_path / f"flash-{seed}", "flash", seed, precision="fp32"), "val/loss", 0.02)
+    write_runs(tmp_path, seeds=(1, 2, 3), precision="fp32")
+    for folder in tmp_path.glob("flash-*"):
+        shift(folder, "val/loss", 0.02)
     verdict = only(tmp_path)
     assert verdict.outcome is Outcome.broken
     assert verdict.probe.agrees
@@ -131,9 +127,7 @@ def test_rounding_that_training_amplified_is_accepted_and_explained(tmp_path):
 
 def test_curves_that_cross_are_no_evidence_against_an_implementation(tmp_path):
     """Where the losses of two seeds are equal by chance, their spread is zero, and any difference exceeds it."""
-    for seed in (1, 2):
-        write_run(tmp_path / f"flash-{seed}", "flash", seed)
-        write_run(tmp_path / f"naive-{seed}", "naive", seed)
+    write_runs(tmp_path, seeds=(1, 2))
     same = json.loads((tmp_path / "naive-1" / "metrics.jsonl").read_text().splitlines()[20])
 
     def cross(line, apart):
@@ -191,7 +185,7 @@ def test_an_interrupted_run_is_compared_as_far_as_it_got(three):
 
 
 def test_the_spread_is_the_distance_of_every_pair_of_seeds(three):
-    runs = find_runs([three]).runs
+    runs = runs_in(three)
     spread: Any = seed_spread(runs)
     curves = np.array([run.series("train/loss").values for run in runs])
     squares = [(a - b) ** 2 for a, b in itertools.combinations(curves, 2)]

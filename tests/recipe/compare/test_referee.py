@@ -22,9 +22,7 @@ import torch
 from filelock import FileLock
 
 import compare
-from attention import AttentionConfig, build_attention
 from data.tokenizers import bytes_tokenizer
-from model.gpt import GPT
 from model.options import GPTConfig
 from recipe.compare import referee
 from recipe.compare.audits import FIXED, FUTURE, OF_TRAINING, InvalidError, check_paths, faults, result
@@ -37,6 +35,7 @@ from recipe.infer.evaluation.scorer import LanguageModel
 from recipe.infer.evaluation.text import Text
 from recipe.run.build import build_model
 from recipe.run.config import Config
+from tests.parts import built
 
 ROOT, PYTHON = Path(__file__).parents[3], referee.python
 BUDGET = {"tokens": 1000, "seconds": 60, "flops": 1e6, "parameters": 500}
@@ -140,9 +139,8 @@ def test_code_that_reads_the_validation_text_ends_the_run(tmp_path, place, in_th
 
 @pytest.mark.parametrize("leak", [0.0, 0.01])
 def test_a_model_that_sees_the_future_is_noticed(monkeypatch, leak):
-    torch.manual_seed(0)
-    length, tokenizer = 16, bytes_tokenizer()
-    network = GPT(GPTConfig(n_layers=1, n_heads=2, n_embd=16), 257, length, build_attention(AttentionConfig())).eval()
+    tokenizer = bytes_tokenizer()
+    network = built(GPTConfig(n_layers=1, n_heads=2, n_embd=16), vocab_size=tokenizer.n_vocab).eval()
     hidden = network.hidden
 
     def cheating(*arguments, **options):
@@ -151,7 +149,7 @@ def test_a_model_that_sees_the_future_is_noticed(monkeypatch, leak):
 
     monkeypatch.setattr(network, "hidden", cheating)
     trained: Any = SimpleNamespace(
-        model=network, tokenizer=tokenizer, config=SimpleNamespace(seq_len=length), autocast=nullcontext
+        model=network, tokenizer=tokenizer, config=SimpleNamespace(seq_len=network.seq_len), autocast=nullcontext
     )
     changed = future(LanguageModel(trained), Text(np.arange(64), np.zeros(1, int), 64))
     assert (changed > FUTURE) == (leak > 0)

@@ -10,7 +10,8 @@ import pytest
 from recipe.compare.headline import notes_on
 from recipe.compare.page import write_report
 from recipe.compare.runs import find_runs, read_run
-from recipe.compare.sweeps import cells_of, labels_of, sweeps_of
+from recipe.compare.sweeps import labels_of, sweeps_of
+from tests.recipe.compare.reading import cells_in, runs_in
 from tests.recipe.compare.synthetic import write_run
 
 
@@ -87,7 +88,7 @@ def test_a_job_that_ended_before_its_record_began_failed_for_what_it_printed_las
         (tmp_path / str(n) / ".hydra").mkdir(parents=True)
         (tmp_path / str(n) / ".hydra" / "overrides.yaml").write_text("- seed=1\n")
         (tmp_path / str(n) / "console.log").write_text(printed)
-    failed, unfinished = find_runs([tmp_path]).runs
+    failed, unfinished = runs_in(tmp_path)
     assert (failed.status, failed.summary["message"]) == ("failed", "data.path=x is not there.")
     assert unfinished.status == "unfinished"
 
@@ -117,8 +118,8 @@ def test_runs_are_found_at_any_depth_and_in_natural_order(tmp_path):
     (tmp_path / "sweep" / "1" / "checkpoints" / "step-00000500").mkdir(parents=True)
     found = find_runs([tmp_path / "sweep"])
     assert [run.name for run in found.runs] == ["1", "2", "10"]
-    assert len(find_runs([tmp_path]).runs) == 3
-    assert [run.name for run in find_runs([tmp_path / "sweep" / "2"]).runs] == ["2"]
+    assert len(runs_in(tmp_path)) == 3
+    assert [run.name for run in runs_in(tmp_path / "sweep" / "2")] == ["2"]
 
 
 def test_a_folder_given_twice_counts_once_and_one_without_runs_is_noted(tmp_path):
@@ -151,7 +152,7 @@ def test_labels_distinguish_variants_of_an_implementation(tmp_path):
     }
     for n, (label, overrides) in enumerate(variants.items()):
         write_run(tmp_path / str(n), label.split()[0], overrides=overrides)
-    assert list(labels_of(find_runs([tmp_path]).runs).values()) == list(variants)
+    assert list(labels_of(runs_in(tmp_path)).values()) == list(variants)
 
 
 def test_only_implementation_seed_and_bookkeeping_may_differ_within_a_cell(tmp_path):
@@ -159,27 +160,27 @@ def test_only_implementation_seed_and_bookkeeping_may_differ_within_a_cell(tmp_p
     apart = {"model.n_layers": 6, "data.documents": "mask", "score.window": 128, "attention.dropout": 0.1}
     for n, (name, value) in enumerate(({"device": "auto"} | alike).items()):
         write_run(tmp_path / f"alike-{n}", overrides={name: value})
-    assert len(cells_of(find_runs([tmp_path]).runs)) == 1
+    assert len(cells_in(tmp_path)) == 1
     for n, (name, value) in enumerate(apart.items()):
         write_run(tmp_path / f"apart-{n}", overrides={name: value})
     for n, differing in enumerate(({"device": "cpu"}, {"devices": 2}, {"precision": "fp32"})):
         write_run(tmp_path / f"on-{n}", **differing)  # type: ignore[arg-type]
-    assert len(cells_of(find_runs([tmp_path]).runs)) == 4 + len(apart)
+    assert len(cells_in(tmp_path)) == 4 + len(apart)
 
 
 def test_a_killed_run_joins_those_it_shares_its_settings_with(tmp_path):
     write_run(tmp_path / "a", "naive")
     (write_run(tmp_path / "b", "flash") / "summary.json").unlink()
-    (cell,) = cells_of(find_runs([tmp_path]).runs)
+    (cell,) = cells_in(tmp_path)
     assert cell.labels() == ["naive", "flash"]
     write_run(tmp_path / "c", "naive", device="cpu")  # now the killed run's device is ambiguous
-    assert len(cells_of(find_runs([tmp_path]).runs)) == 3
+    assert len(cells_in(tmp_path)) == 3
 
 
 def test_of_several_runs_of_a_seed_the_one_with_most_steps_counts(tmp_path):
     for n, stop in enumerate((390, 400, 10)):
         write_run(tmp_path / str(n), status="completed" if stop == 400 else "interrupted", stop=stop)
-    (cell,) = cells_of(find_runs([tmp_path]).runs)
+    (cell,) = cells_in(tmp_path)
     assert cell.of("naive")[1].name == "1"
 
 
@@ -188,6 +189,6 @@ def test_lengths_with_equal_tokens_are_one_sweep_and_mixed_batches_are_not(tmp_p
     for known in (2, 4):
         for seq_len, batch_size in sizes[known - 2 : known]:
             write_run(tmp_path / f"{seq_len}-{batch_size}", seq_len=seq_len, batch_size=batch_size)
-        lengths, *rest = sweeps_of(find_runs([tmp_path]).runs)
+        lengths, *rest = sweeps_of(runs_in(tmp_path))
         assert (lengths.over_lengths, [cell.seq_len for cell in lengths.cells]) == (True, [256, 512])
         assert [sweep.over_lengths for sweep in rest] == [False] * (known // 2 - 1)

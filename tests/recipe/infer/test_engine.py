@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, build_attention
+from attention import AttentionConfig
 from model.cache import PAGE_SIZE
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
@@ -20,7 +20,7 @@ from model.score import ScoreConfig
 from recipe.infer.generation import Engine, GenerationError, Request, Sampling, engine, generate
 from recipe.infer.generation.sampling import Noise
 from tests.own_attention import ScalableSoftmax
-from tests.parts import EVERYTHING, LLAMA, built
+from tests.parts import EVERYTHING, GEMMA, LLAMA, built
 from tests.recipe.infer.from_scratch import expected, logits_of
 
 LEARNED = GPTConfig(n_layers=2, n_heads=4, n_embd=32, bias=True)
@@ -86,9 +86,10 @@ def prompts(*lengths: int) -> list[list[int]]:
         ("naive", LEARNED, ScoreConfig(layers=[{"window": 20}, {}])),
         ("tiled", GROUPED, ScoreConfig(window=70, soft_cap=5.0, sinks=True)),
         ("tiled", UNPLACED, ScoreConfig(alibi=True)),
+        ("naive", GEMMA, ScoreConfig(window=20, soft_cap=5.0, layers=[{}, {"window": None}])),
         ("naive", HYBRID, ScoreConfig()),
     ],
-    ids=["learned", "llama", "window", "capped-sinks", "alibi", "hybrid"],
+    ids=["learned", "llama", "window", "capped-sinks", "alibi", "gemma", "hybrid"],
 )
 def test_greedy_tokens_and_logits_are_those_of_the_whole_text_through_the_model(name, config, score, monkeypatch):
     model = build(config, score, seq_len=300, name=name)
@@ -262,7 +263,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_number_of_sequences_that_
     free = int(gib * 2**30)
     monkeypatch.setattr(engine, "free_memory", lambda device: free)
     with torch.device("meta"):
-        model = GPT(config, VOCABULARY, 1024, build_attention(AttentionConfig()))
+        model = built(config, 1024)
     lengths: Sequence[int] = (16 * PAGE_SIZE, *[1000] * 8)  # 256 MiB each
     with pytest.raises(GenerationError, match=rf"batch=8 sequences of up to 1,024 tokens take 2.00 GiB, .*{advice}"):
         Engine(model, [Request([1] * n, 1) for n in lengths], Sampling(), slots=8)
