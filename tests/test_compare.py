@@ -1,7 +1,5 @@
 """compare.py as a user calls it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The notebook runs from its first cell to its last, and its results are those that its text states."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

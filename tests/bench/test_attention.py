@@ -1,7 +1,5 @@
 """The attention benchmark, end to end at sizes that a CPU does in a second."""
 
-from __future__ import annotations
-
 import gc
 from importlib import import_module
 

@@ -1,7 +1,5 @@
 """The record of compiled kernels: what CI compiles again, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

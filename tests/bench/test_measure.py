@@ -1,7 +1,5 @@
 """Times that can be compared, and the environment that is recorded with them."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from itertools import pairwise

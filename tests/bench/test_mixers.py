@@ -1,7 +1,5 @@
 """The pages of mixers: half-lives of known decays, and the table of a GPU's result."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

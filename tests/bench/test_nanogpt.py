@@ -1,7 +1,5 @@
 """nanoGPT's benchmark: the settings that its bench.py gets, and the row that is made of its output."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench import nanogpt

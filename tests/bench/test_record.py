@@ -1,7 +1,5 @@
 """Result files: the measurement of a row, rows that replace others, and the rows of a killed measurement."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -1,7 +1,5 @@
 """The benchmark of several GPUs, as far as it can be tested without a GPU."""
 
-from __future__ import annotations
-
 import json
 
 from bench import several_gpus

@@ -1,7 +1,5 @@
 """README and docs/ show the tables of bench/results/, and how they get there."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of training steps: the overrides it gives train.py, and the rows and tables made of the results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Conversations: their tokens and answers against those of transformers, their rows, and lines that are refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

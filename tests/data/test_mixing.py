@@ -1,7 +1,5 @@
 """Several corpora in one run: which sequences a step has, and the loss of each corpus."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A tokenizer from a file: the tokens of the library that made it, from preparation to sampling."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tasks: their answers follow from the inputs, and a sequence is a function of its number."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Files that a stranger made are read as data, within bounded time and memory, or refused with the reason."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """learn/flash.py: right results, and the traffic that the papers' theorem states."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

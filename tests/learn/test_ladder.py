@@ -1,7 +1,5 @@
 """learn/: every step of the ladder computes attention, and its checks can fail."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """learn/page.py: the page shows the values that the functions computed, also in a browser."""
 
-from __future__ import annotations
-
 import contextlib
 import html
 import io

@@ -1,7 +1,5 @@
 """The residual stream's masks: attention's keep mask for a reserved layer number, packed into bits, on every device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The MLP whose GELU is applied by its matrix products, beside PyTorch's layers one after another."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The stream's sum and its norm in one pass, beside PyTorch's sum, dropout by the keep mask, and PyTorch's norms."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """QK norm and rotation in one pass, beside PyTorch's norm and the formula of the rotation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """The model against independent references: FLOP counting, complex rotations, expanded key/value heads, autograd."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

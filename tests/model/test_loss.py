@@ -1,7 +1,5 @@
 """The chunked loss against the plain one, gradients included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

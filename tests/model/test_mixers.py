@@ -1,7 +1,5 @@
 """Models with mixers among their layers: mistakes, operations, and the same bits where they are promised."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

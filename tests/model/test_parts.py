@@ -1,7 +1,5 @@
 """Every part of the model against the textbook, transformers' frequencies, torch's counts, and its compiled version."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import fields, replace
 from enum import Enum

@@ -1,7 +1,5 @@
 """Layers whose attention differs, normalised queries and keys, learned sinks, and documents within a row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Models whose scores are formulas with learned tensors."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

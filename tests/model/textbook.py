@@ -1,7 +1,5 @@
 """The model once more, as its parts' papers write them: plain formulas in fp64, without sharing code with model/."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ A loss curve is the sum of a decay that all runs share, a slow drift per seed, b
 implementation's part: rounding that training amplifies, or an error.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

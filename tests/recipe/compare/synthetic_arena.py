@@ -1,7 +1,5 @@
 """Synthetic arenas: a folder with a plan and runs whose losses are known, written without the code that reads them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

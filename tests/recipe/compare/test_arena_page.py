@@ -1,7 +1,5 @@
 """The pages of an arena's report."""
 
-from __future__ import annotations
-
 import datetime
 import html
 import json

@@ -1,7 +1,5 @@
 """The results of an arena's runs: differences, verdicts, and readings at equal cost."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

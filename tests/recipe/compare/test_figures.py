@@ -1,7 +1,5 @@
 """The content of the figures, read from their axes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Headlines and tables over lengths and settings, against the laws of the synthetic runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

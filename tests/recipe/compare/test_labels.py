@@ -1,7 +1,5 @@
 """Every label of a report is true of the runs it stands for: random sweeps, whose labels are checked one by one."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

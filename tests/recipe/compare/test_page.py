@@ -1,7 +1,5 @@
 """The page is self-contained, and does not overflow in a browser, on a phone or on a desktop."""
 
-from __future__ import annotations
-
 import csv
 import html
 import json

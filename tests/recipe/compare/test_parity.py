@@ -1,7 +1,5 @@
 """The verdict on synthetic run folders, whose generator knows which implementations are correct."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import partial

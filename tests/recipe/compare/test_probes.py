@@ -1,7 +1,5 @@
 """Figures of the probes, from what runs recorded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The referee: audits against planted cheats, and judgements in a repository whose runs are made of numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Run folders in every state that a run, a full disk or an impatient user can leave them in."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The statistics of arena and referee against textbooks, brute force and simulation."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling without a cache: the whole text through the model, and torch's random draws."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 python -m tests.recipe.infer.loading_memory <folder>
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

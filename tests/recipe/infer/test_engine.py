@@ -1,7 +1,5 @@
 """Generation with a cache against the whole text through the model (tests/recipe/infer/from_scratch.py)."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

@@ -1,7 +1,5 @@
 """Exported folders, read by transformers itself: the same logits, the same tokens and the same text."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """The steps of docs/finetuning.md: conversations in, an export out, and the same losses as in transformers."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

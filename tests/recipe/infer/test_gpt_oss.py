@@ -1,7 +1,5 @@
 """A model can have gpt-oss's attention: grouped heads of 64, biases, sinks, windows in every other layer and YaRN."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights from Hugging Face's GPT-2, against transformers itself; tests/recipe/infer/ has the way back."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tokens become text in whole characters, up to the end of text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from types import SimpleNamespace
