@@ -66,15 +66,10 @@ def agreement(a: Tensor, b: Tensor, seen: Tensor) -> float:
     return (share - expected) / (expected * (1 - expected) / n) ** 0.5
 
 
-def dropped(keep: Tensor, seen: Tensor) -> tuple[int, float]:
-    """The number of weights, and the share of them that is dropped."""
-    n = int(seen.sum())
-    return n, (~keep & seen).sum().item() / n
-
-
 def rate(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
     """The share of weights that is dropped."""
-    n, share = dropped(keep, seen)
+    n = int(seen.sum())
+    share = (~keep & seen).sum().item() / n
     off = (share - RATE) / (RATE * (1 - RATE) / n) ** 0.5
     detail = f"{share:.4f} of {n:,} weights were dropped, and {RATE} was requested ({off:+.1f} deviations)"
     if abs(off) <= DEVIATIONS:
@@ -134,7 +129,7 @@ def scheme(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
 
 def replay(session: Session) -> Line:
     """The output and the gradients, judged with the mask of the forward pass."""
-    subject, calls, wrong, share = session.subject, 0, list[Failure](), 0.0
+    subject, calls, wrong, share, name = session.subject, 0, list[Failure](), 0.0, "replay"
     sizes = ((64, 64, 32), (97, 97, 32), (33, 130, 64), (1, 70, 16), (129, 129, 16))
     for T, S, D in sizes:
         for dtype in session.timely(session.dtypes):
@@ -152,12 +147,15 @@ def replay(session: Session) -> Line:
             if not worst.passes:
                 bad = next(v for v in verdicts if not v.passes)
                 what = f"{bad.name} of {bad.place()} is {bad.error:.3g} off with the mask that the forward drew"
+                unscaled = replace(problem(case, inputs, keep), keep_scale=1.0)
+                if all(v.passes for v in judge(inputs.q, inputs.k, inputs.v, inputs.do, unscaled, got)):
+                    name, what = "scale", f"kept weights are not scaled by 1 / (1 - p), so {what}"
                 wrong.append(Failure(f"{what}, {bad.share:.3g} times what rounding explains ({case.words()})", case))
     if not calls:
         why = "no time was left" if session.out_of_time() else "every call was refused"
         return Line("replay", "skip", why)
     if wrong:
-        return Line("replay", "FAIL", wrong[0].what, calls, share, [replay_failure(session, wrong[0])])
+        return Line(name, "FAIL", wrong[0].what, calls, share, [replay_failure(session, wrong[0])])
     detail = f"forward and backward drop the same weights and scale the others (worst {share:.2f})"
     return Line("replay", "ok", detail, calls, share)
 
@@ -170,7 +168,8 @@ def between_steps(session: Session, case: Case) -> Line:
         got = results(session.subject, case, inputs, gradients=False)
     except Refused as error:
         return Line(name, "skip", f"refused: {error}")
-    n, share = dropped(keep, seen)
+    n = int(seen.sum())
+    share = (~keep & seen).sum().item() / n
     realised = min((FINE, round(256 * FINE) / 256), key=lambda p: abs(share - p))
     detail = f"{share:.5f} of {n:,} weights were dropped, and {FINE:.5f} was requested"
     if abs(share - realised) > DEVIATIONS * (realised / n) ** 0.5:

@@ -649,6 +649,18 @@ def test_a_processor_whose_product_spreads_nan_is_named_and_nothing_accused(monk
     assert found.detail.endswith("not judged in bf16: this processor's own product spreads a NaN to other rows")
 
 
+def forgets_scale(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, dropout_p: float = 0.0) -> Tensor:
+    k, v = for_each_head(q, k, v)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout_p)
+    return out * (1 - dropout_p)
+
+
+def test_a_forgotten_scale_of_dropout_is_called_that():
+    lines = {line.name: line for line in dropout(session_of(find(f"{__name__}:forgets_scale")))}
+    assert lines["scale"].status == "FAIL"
+    assert lines["scale"].detail.startswith("kept weights are not scaled by 1 / (1 - p)")
+
+
 SECTIONS: dict[str, Callable[[Session], Any]] = {**CHECKS, "rate between steps": dropout, "replay": dropout}
 ALL = groups(0)
 SMALL = [case for cases in groups(1).values() for case in cases if case.T * case.S < 2**15]
