@@ -22,8 +22,6 @@ Is a commit better than the best of a track so far (docs/referee.md)? Exit statu
     salt=<n>              with other initial weights, where the track allows it: a change of noise alone
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

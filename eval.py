@@ -26,8 +26,6 @@ attention.precision  of attention's products: inputs, or fp8 with attention=flas
 device      auto, cpu, cuda, cuda:1
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -25,8 +25,6 @@ export       a new folder to write the model, its tokenizer and a model card to 
              AutoTokenizer and pipeline("text-generation"), in the architecture that matches: docs/models.md
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ A decay a per token halves a state in log(1/2) / log(a) tokens. Each head has a 
 percentile over the tokens and channels of the text, and a dot at the median.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The machine, the software and the commit that a measurement depends on."""
 
-from __future__ import annotations
-
 import argparse
 import platform
 import re

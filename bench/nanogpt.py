@@ -10,8 +10,6 @@ bench.py sets dropout to 0; here the model's configuration gets the rate of the 
 the residual stream. Results go to bench/results/nanogpt-<device>.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

@@ -16,8 +16,6 @@ Every cell is a run of train.py, by torchrun where it has several GPUs; the medi
 bench/results/several-gpus-<device>.json at its end, and a table beside it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

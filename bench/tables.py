@@ -12,8 +12,6 @@ is bench/results/attention-nvidia-h200.md, which a benchmark writes with `write_
 `configuration` and `configuration-training` come from the dataclasses (recipe/run/reference.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -10,8 +10,6 @@ bench/results/train-step-<device>.json after each cell, and tables beside it, wi
 time need a folder each (--results). nanoGPT's figures come from `python -m bench.nanogpt` on the same kind of device.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Atomic writes: after an interruption a file holds either its old or its new content."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import IO, Any

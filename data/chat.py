@@ -11,8 +11,6 @@ has no clock, so that the same file gives the same tokens every day. An answer i
 message of the assistant after its generation prompt, the marks that end the message included.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

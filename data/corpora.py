@@ -9,8 +9,6 @@ A corpus of one file gives its last part to validation. A corpus of many files h
 of unknown length holds out documents spread evenly over it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

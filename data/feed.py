@@ -10,8 +10,6 @@ once, in a random order that differs between epochs:
 The loss of a step is the mean over the tokens of all its answers, however micro-batches and ranks divide them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import lru_cache
 

@@ -4,8 +4,6 @@
 tables it does not say which line is wrong, reads dates as numbers, and fails for a file without rows.
 """
 
-from __future__ import annotations
-
 import codecs
 import io
 import json

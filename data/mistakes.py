@@ -1,7 +1,5 @@
 """Checks of the data options that need no text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path

@@ -3,8 +3,6 @@
 It has the methods of tiktoken.Encoding that the recipe uses.
 """
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from collections import Counter

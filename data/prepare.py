@@ -5,8 +5,6 @@ temporary name, so a sweep tokenises once and a killed run leaves nothing that l
 where an interrupted one stopped.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """How far a long job is: a bar in a terminal, a line every few seconds in a log."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Every draw comes from the raw output of Philox, which is the same on every platf
 sequence is a pure function of (seed, split, number), like everything in a step.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A reader refuses a file that is no regular file, is larger than its limit, or ho
 YAML may have no aliases, with which a few lines can stand for gigabytes.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

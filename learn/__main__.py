@@ -1,7 +1,5 @@
 """Check every step of the ladder, and write the page that walks through FlashAttention: python -m learn [out=<file>]"""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -11,8 +11,6 @@ backward reads one log-sum-exp a row instead of l and m.
 scale. A tile of which no query sees anything is never loaded.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

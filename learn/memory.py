@@ -4,8 +4,6 @@ A GPU's memory is slow (HBM) and its registers and shared memory are fast (SRAM)
 their inputs and results in `Slow` tensors. A tile that they `load` stays in fast memory until its name is reused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

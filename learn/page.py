@@ -7,8 +7,6 @@ Every number that the page shows was recorded from the functions of this package
 recordings, compressed, and needs no network.
 """
 
-from __future__ import annotations
-
 import base64
 import inspect
 import itertools

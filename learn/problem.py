@@ -1,7 +1,5 @@
 """One attention problem in slow memory, solved by any of the functions of flash.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

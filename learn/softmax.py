@@ -6,8 +6,6 @@ attention/tiled.py: m the running maximum, l the running sum of exp(x - m), o th
 alpha the factor that rescales l and o from an old maximum to a new one.
 """
 
-from __future__ import annotations
-
 import torch
 
 from learn.memory import Slow, tiles

@@ -4,8 +4,6 @@ The interpreter calls back before each line (sys.settrace). Recorded are the nam
 values, the rows that it moved between slow and fast memory, and the content of both afterwards.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import sys

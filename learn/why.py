@@ -1,7 +1,5 @@
 """Why each line of flash.py is there, in a sentence. The page shows the sentence of the current line."""
 
-from __future__ import annotations
-
 Reasons = dict[str, str]  # of lines, without their indentation
 
 EVERYWHERE: Reasons = {

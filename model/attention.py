@@ -14,8 +14,6 @@ Attention for Large Language Models". v_first are the first layer's values: Zhou
 the embedding of the token for this layer's values: modded-nanogpt (Jordan et al. 2024). The weights w begin equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

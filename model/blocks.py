@@ -7,8 +7,6 @@
 and the same with the MLP. A Pass has the inputs of all blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar

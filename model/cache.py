@@ -6,8 +6,6 @@ the pages of finished ones (Kwon et al. 2023, "Efficient Memory Management for L
 PagedAttention").
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The size of a model, and the operations of training it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

@@ -13,8 +13,6 @@ generator call lie side by side:
     g = (c >> 6) * 8 + (c & 7),      b = (c >> 3) & 7
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

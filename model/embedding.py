@@ -4,8 +4,6 @@ A compiled lookup's gradient becomes atomic additions, and their order changes f
 than once. torch's eager kernel sorts the tokens and adds in order; as a custom operator it survives compilation.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

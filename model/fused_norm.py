@@ -7,8 +7,6 @@ or with an RMS norm, without the means of s and dn. ds is the gradient of everyt
 stream's precision, h and dout are in that of the products after and before, so nothing has to be cast in between.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

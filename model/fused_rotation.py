@@ -7,8 +7,6 @@ with x's first and second half as 1 and 2. Heads are short rows, for which the c
 times as long as reading and writing do (docs/notes/training-step.md).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Subm
 choice of model/options.py changes one of these lines.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The linear layers of the blocks, as the class by which ranks find them."""
 
-from __future__ import annotations
-
 from torch import nn
 
 

@@ -12,8 +12,6 @@ dx w and dx^T h. No more than one chunk of logits ever exists. Computing the gra
 of Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024).
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mistakes in the options of a GPT."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -7,8 +7,6 @@ swiglu    c_proj(SiLU(c_gate(x)) * c_fc(x))        Shazeer 2020, "GLU Variants I
 geglu     c_proj(GELU(c_gate(x)) * c_fc(x))        the same
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

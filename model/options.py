@@ -1,7 +1,5 @@
 """The options of a GPT. Each part of the model is one choice, and the default of each is GPT-2's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum

@@ -1,7 +1,5 @@
 """The scores of the layers: one for all, or a pattern over the layers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """The tensors that the scores of a layer read by name: learned, fixed, or made from the layer's input."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

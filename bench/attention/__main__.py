@@ -18,8 +18,6 @@ replaces the earlier one of the same problem, so the work can be split: --masks 
 results go to attention-selection-<device>.json, or to the file of --name.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence

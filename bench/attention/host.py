@@ -7,8 +7,6 @@ several repeats. Beside it what that leaves of the GPU's speed where calls of 16
 each other. Rows go to bench/results/host-<device>.json, with a table beside it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The candidates of bench.attention: this project's implementations and their peers, each behind one call."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

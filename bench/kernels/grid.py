@@ -1,7 +1,5 @@
 """All kernels of the record, and compiling many of them at the same time."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Sequence

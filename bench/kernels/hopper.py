@@ -1,7 +1,5 @@
 """Launches of the Hopper kernels: all head sizes, kinds of score and rates, each for every shape of blocks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterator
 from functools import partial

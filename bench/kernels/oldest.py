@@ -7,8 +7,6 @@ TRITON_INTERPRET=0 python -m bench.kernels.oldest sm_80 sm_90a
 `refusal` is the first error of Triton, where a kernel does not compile; the exit status is then 1.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

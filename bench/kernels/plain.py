@@ -1,7 +1,5 @@
 """Launches of the plain Triton kernels: every entry of the tables of blocks, and every kind of score and rate."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

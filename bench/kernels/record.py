@@ -5,8 +5,6 @@ digest of its PTX, registers of a thread, bytes that it spills, bytes of shared 
 warnings of serialised products.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

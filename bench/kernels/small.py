@@ -1,7 +1,5 @@
 """Launches of the kernels of the cache, of the model and of the exchange between GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -3,8 +3,6 @@
 In words: the headline, warnings, and the command that continues.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from functools import partial

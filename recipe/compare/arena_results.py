@@ -1,7 +1,5 @@
 """Numbers from the runs of an arena: differences to the baseline, verdicts, readings at equal cost, sizes."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The numbers of an arena as tables."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

@@ -4,8 +4,6 @@ They compare what the judge measured of an edit with the same of the best commit
 budget of the track. They find mistakes and short cuts. They are no sandbox for code that attacks the judge.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

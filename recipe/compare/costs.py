@@ -1,7 +1,5 @@
 """The measurements in each cell of a sweep, their order by the loss, and crossovers."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Figures of runs: losses over steps and their differences, costs over the sequence length."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

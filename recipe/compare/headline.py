@@ -3,8 +3,6 @@
 And notes on its runs: which commit and machine they ran on, and why they failed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

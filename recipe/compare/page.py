@@ -1,7 +1,5 @@
 """The report: one self-contained page of HTML, with its figures and the runs as CSV next to it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ Final losses   Their floor is the effect of rounding on the loss of one step, ad
 Parity holds when the last three were measured and all pass. It is broken when one fails, else it is open.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """Figures of the probes after training: accuracy by length and distance."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial

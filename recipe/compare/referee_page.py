@@ -1,7 +1,5 @@
 """What the referee shows: the leaderboard of a track, and the page on an edit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

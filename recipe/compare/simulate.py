@@ -7,8 +7,6 @@ Every look that a plan has is taken, and every arm judged at the level of Holm's
 are judged by the functions that the referee uses, many nights at once. A gain is in deviations of a pair.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Sequence

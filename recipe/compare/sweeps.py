@@ -6,8 +6,6 @@ repeated, or replaced by a resumed run. The cells of a sweep over seq_len are in
 one over anything else (optimizer.lr, score) stand side by side.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

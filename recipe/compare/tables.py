@@ -1,7 +1,5 @@
 """The numbers of the report as tables of words, and as CSV."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

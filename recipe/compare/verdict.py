@@ -1,7 +1,5 @@
 """The verdict on an implementation, and the measurements that it follows from: recipe/compare/parity.py makes them."""
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import NamedTuple
 

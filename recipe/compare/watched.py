@@ -6,8 +6,6 @@ The first list has the paths that an edit may change, the second the patterns of
 also in threads. It is no sandbox: code that reads a file by other means is not noticed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

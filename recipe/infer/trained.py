@@ -1,7 +1,5 @@
 """The model of a run folder, for programs that use trained models."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, replace
 from enum import Enum

@@ -3,8 +3,6 @@
 python -m recipe.infer.evaluation.audited <run folder>        prints one line of JSON
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """The tasks of EleutherAI's lm-eval (Gao et al. 2024, "The Language Model Evaluation Harness")."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Probes of a model that is trained: what train.py measures at the end of a run, as a command."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np

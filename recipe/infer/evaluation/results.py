@@ -1,7 +1,5 @@
 """The results of an evaluation: printed, and added to the run's summary.json and its W&B run."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path

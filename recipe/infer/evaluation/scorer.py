@@ -1,7 +1,5 @@
 """A model's log-likelihoods and continuations of texts, as lm-eval defines them, in batches of similar length."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

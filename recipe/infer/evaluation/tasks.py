@@ -6,8 +6,6 @@
 All lines of a file are of one kind. Each choice follows the question after a space; `answer` counts from 0.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

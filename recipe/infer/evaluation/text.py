@@ -1,7 +1,5 @@
 """The loss of a model on a text, and its bits per byte."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

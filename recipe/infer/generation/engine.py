@@ -14,8 +14,6 @@ window, sequences simply continue, and the pages before the window are reused. W
 and that no other may replace, every token but a sequence's first is computed from scratch.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

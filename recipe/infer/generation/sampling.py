@@ -10,8 +10,6 @@ independent. So a prompt's tokens depend on the seed and its number, neither on 
 up to rounding of the logits.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Prompts from a file, tokens to text as they come and up to the text's end, and texts to a file."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ export.py     a folder for AutoModelForCausalLM, AutoTokenizer and pipeline, wri
 weights.py    the architecture that computes the same as the model, and the weights under its names
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

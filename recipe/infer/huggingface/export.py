@@ -5,8 +5,6 @@ reading this again gives the same model (settings.py). The folder gets its name 
 same logits and the same tokens, or a refusal.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 settings.py reads and writes config.json by them, loading.py and weights.py the tensors.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any

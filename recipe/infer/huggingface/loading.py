@@ -3,8 +3,6 @@
 Only safetensors are read, in one file or several.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress

@@ -1,8 +1,6 @@
 """config.json of transformers as options of a model, and back, by the tables of families.py; and nanoGPT's ckpt.pt,
 read without running what a pickle may hold."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """The model, score and tokenizer of a folder of transformers, for a run that starts from it."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
