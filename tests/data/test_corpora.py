@@ -23,7 +23,7 @@ from data.prepare import prepare
 SHAKESPEARE = Path(__file__).parents[2] / "../shared/data/tinyshakespeare.txt"
 
 
-def documents(config: DataConfig) -> dict[str, list[str]]:
+def documents_of(config: DataConfig) -> dict[str, list[str]]:
     """The documents of each split, put together from the rows."""
     found: dict[str, list[str]] = {"train": [], "val": []}
     for stream in CORPORA[config.name](config).streams():
@@ -38,6 +38,14 @@ def of_text(path: Path, **options) -> DataConfig:
     return DataConfig(name="text", path=str(path), **options)
 
 
+def documents(path: Path, **options) -> dict[str, list[str]]:
+    return documents_of(of_text(path, **options))
+
+
+def notices(path: Path) -> list[str]:
+    return CORPORA["text"](of_text(path)).notices()
+
+
 def write_jsonl(path: Path, rows: list) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -46,15 +54,15 @@ def test_one_file_gives_its_last_tenth_to_validation(tmp_path):
     text = "".join(f"line {i} of the text\n" for i in range(1000))
     (tmp_path / "a.txt").write_text(text)
     cut = len(text) * 9 // 10
-    assert documents(of_text(tmp_path / "a.txt")) == {"train": [text[:cut]], "val": [text[cut:]]}
-    assert documents(of_text(tmp_path)) == documents(of_text(tmp_path / "a.txt"))
+    assert documents(tmp_path / "a.txt") == {"train": [text[:cut]], "val": [text[cut:]]}
+    assert documents(tmp_path) == documents(tmp_path / "a.txt")
 
 
 def test_the_cut_of_a_file_spares_characters_and_line_ends(tmp_path):
     text = "漢字\r\n" * 101
     (tmp_path / "a.txt").write_bytes(text.encode())
     for fraction in (0.1, 0.25, 0.333, 0.5):
-        found = documents(of_text(tmp_path, val_fraction=fraction))
+        found = documents(tmp_path, val_fraction=fraction)
         assert found["train"][0] + found["val"][0] == text
         assert len(found["val"][0]) / len(text) == pytest.approx(fraction, abs=0.01)
 
@@ -66,21 +74,21 @@ def test_many_files_hold_out_whole_files(tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"file {i} " * (10 + i))
         texts[path.read_text()] = path.relative_to(tmp_path).as_posix()
-    found = documents(of_text(tmp_path))
+    found = documents(tmp_path)
     assert {*found["train"], *found["val"]} == set(texts)
     assert not {*found["train"]} & {*found["val"]}
     assert [texts[t] for t in found["train"]] == sorted(texts[t] for t in found["train"])
     held = sum(map(len, found["val"])) / sum(map(len, texts))
     assert 0.07 < held <= 0.1
-    assert documents(of_text(tmp_path)) == found
+    assert documents(tmp_path) == found
 
 
 def test_a_file_more_or_less_leaves_most_others_in_their_split(tmp_path):
     for i in range(100):
         (tmp_path / f"{i}.txt").write_text(f"{i:04}" * 100)
-    before = set(documents(of_text(tmp_path))["val"])
+    before = set(documents(tmp_path)["val"])
     (tmp_path / "100.txt").write_text("0100" * 100)
-    after = set(documents(of_text(tmp_path))["val"])
+    after = set(documents(tmp_path)["val"])
     assert len(before & after) >= len(before) - 1
 
 
@@ -96,7 +104,7 @@ def test_a_file_more_or_less_leaves_most_others_in_their_split(tmp_path):
 def test_few_files_hold_out_what_comes_nearest(tmp_path, sizes, held):
     for i, size in enumerate(sizes):
         (tmp_path / f"{i}.txt").write_text(f"{i}" * size)
-    found = documents(of_text(tmp_path))
+    found = documents(tmp_path)
     assert sum(map(len, found["val"])) == held
     assert sum(map(len, found["train"])) == sum(sizes) - held
 
@@ -116,9 +124,9 @@ def test_file_names_that_say_what_they_are_decide(tmp_path, names, train, val):
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    found = documents(of_text(tmp_path))
+    found = documents(tmp_path)
     assert (set(found["train"]), set(found["val"])) == (train, val)
-    told = " ".join(CORPORA["text"](of_text(tmp_path)).notices())
+    told = " ".join(notices(tmp_path))
     assert f"held out for validation: {', '.join(val)}, " in told
     assert all(name in told for name in set(names) - train - val)
 
@@ -126,11 +134,11 @@ def test_file_names_that_say_what_they_are_decide(tmp_path, names, train, val):
 def test_names_that_say_one_split_alone_do_not_decide(tmp_path):
     for n in range(20):
         (tmp_path / f"train-{n:05}-of-00020.txt").write_text(f"{n:03}" * 100)
-    assert len(documents(of_text(tmp_path))["val"]) == 2
+    assert len(documents(tmp_path)["val"]) == 2
 
 
 def test_stdlib_is_the_source_text_of_this_python():
-    found = documents(DataConfig(val_fraction=0.1))
+    found = documents_of(DataConfig(val_fraction=0.1))
     root = Path(sysconfig.get_path("stdlib"))
     texts = set(found["train"] + found["val"])
     assert {(root / "argparse.py").read_bytes().decode(), (root / "json/decoder.py").read_bytes().decode()} <= texts
@@ -147,9 +155,9 @@ def test_rows_are_documents(tmp_path):
     write_jsonl(
         folder / "a.jsonl", [{"text": t, "n": 1} for t in texts] + [{"text": "", "n": 2}, {"text": None, "n": 2}]
     )
-    assert documents(of_text(folder / "a.jsonl")) == {"train": texts[:46], "val": texts[46:]}
+    assert documents(folder / "a.jsonl") == {"train": texts[:46], "val": texts[46:]}
     datasets.Dataset.from_dict({"body": texts}).to_parquet(folder / "b.parquet")
-    found = documents(of_text(folder / "b.parquet", text_field="body", val_fraction=0.5))
+    found = documents(folder / "b.parquet", text_field="body", val_fraction=0.5)
     assert found == {"train": texts[:25], "val": texts[25:]}
 
 
@@ -158,14 +166,14 @@ def test_kinds_of_files_mix_in_a_folder(tmp_path):
     write_jsonl(tmp_path / "b.jsonl", [{"text": "row 1"}, {"text": "row 2"}])
     (tmp_path / "c.md").write_text("neither")
     (tmp_path / ".hidden.txt").write_text("nor this")
-    found = documents(of_text(tmp_path))
+    found = documents(tmp_path)
     assert sorted(found["train"] + found["val"]) == ["plain", "row 1", "row 2"]
 
 
 def test_a_stream_holds_out_documents_spread_evenly(tmp_path):
     texts = [f"document {i}" for i in range(1000)]
     write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in texts])
-    found = documents(DataConfig(name="fineweb_edu", hub=str(tmp_path), val_fraction=0.05))
+    found = documents_of(DataConfig(name="fineweb_edu", hub=str(tmp_path), val_fraction=0.05))
     assert found["val"] == texts[::20]
     assert found["train"] == [t for i, t in enumerate(texts) if i % 20]
 
@@ -176,7 +184,7 @@ def test_shakespeare_is_cut_as_nanogpt_cuts_it(tmp_path):
     for split, start, stop in (("train", 0, 1003854), ("validation", 1003854, 1059624), ("test", 1059624, None)):
         write_jsonl(tmp_path / f"{split}.jsonl", [{"text": text[start:stop]}])  # the splits of the data set on the hub
     config = DataConfig(name="shakespeare", hub=str(tmp_path), hub_rows=HubRows(split="train+validation+test"))
-    found = documents(config)
+    found = documents_of(config)
     assert found == {"train": [text[: int(len(text) * 0.9)]], "val": [text[int(len(text) * 0.9) :]]}
     assert [len(found["train"][0]), len(found["val"][0])] == [1003854, 111540]
 
@@ -184,7 +192,7 @@ def test_shakespeare_is_cut_as_nanogpt_cuts_it(tmp_path):
 def test_without_a_network_a_sentence_names_a_remedy(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"could not stream owner/name .*data=stdlib or data=text data\.path="):
-        documents(DataConfig(name="fineweb_edu", hub="owner/name"))
+        documents_of(DataConfig(name="fineweb_edu", hub="owner/name"))
 
 
 def test_a_loading_script_is_replaced_by_the_hubs_conversion(monkeypatch):
@@ -195,7 +203,7 @@ def test_a_loading_script_is_replaced_by_the_hubs_conversion(monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *args, **options: None)
     monkeypatch.setattr("datasets.load_dataset", load)
-    found = documents(DataConfig(name="openwebtext", hub="owner/name", hub_rows=HubRows(split="train+test")))
+    found = documents_of(DataConfig(name="openwebtext", hub="owner/name", hub_rows=HubRows(split="train+test")))
     assert found == {"train": ["test"], "val": ["train"]}
 
 
@@ -212,7 +220,7 @@ def test_a_loading_script_is_replaced_by_the_hubs_conversion(monkeypatch):
 def test_unreadable_text_is_named(tmp_path, content, sentence):
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(DataError, match=sentence):
-        documents(of_text(tmp_path))
+        documents(tmp_path)
 
 
 @pytest.fixture
@@ -239,31 +247,31 @@ def test_files_and_folders_that_may_not_be_read_are_named_with_that_cause(reader
     (reader / "closed.txt").chmod(0)
     for path in ("closed.txt", "."):
         with pytest.raises(DataError, match=r"closed\.txt cannot be read \(Permission denied\); make it readable"):
-            documents(of_text(reader / path))
+            documents(reader / path)
     (reader / "closed.txt").unlink()
     (reader / "closed").chmod(0)
     for path in ("closed", "closed/a.txt", "."):
         with pytest.raises(DataError, match=r"closed(/a\.txt)? cannot be read \(Permission denied\); make it readable"):
-            documents(of_text(reader / path))
+            documents(reader / path)
     (reader / "closed").chmod(0o755)
     (reader / "loop.txt").symlink_to("loop.txt")
     with pytest.raises(DataError, match=r"loop\.txt cannot be read \(Too many levels of symbolic links\)"):
-        documents(of_text(reader / "loop.txt"))
+        documents(reader / "loop.txt")
 
 
 def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.txt").write_text("text " * 100)
-    assert documents(DataConfig(name="text", path="~/a.txt")) == documents(of_text(tmp_path / "a.txt"))
+    assert documents_of(DataConfig(name="text", path="~/a.txt")) == documents(tmp_path / "a.txt")
 
 
 def test_what_is_held_out_and_empty_files_get_a_notice(tmp_path):
     for i, size in enumerate([100] * 20 + [0]):
         (tmp_path / f"{i}.txt").write_text("x" * size)
-    empty, held_out = CORPORA["text"](of_text(tmp_path)).notices()
+    empty, held_out = notices(tmp_path)
     assert re.fullmatch(r"left out, because they are empty: .*/20\.txt\.", empty)
     assert re.match(r"held out for validation: \d+\.txt, \d+\.txt, 10% of the text", held_out)
-    assert CORPORA["text"](of_text(tmp_path / "0.txt")).notices() == []
+    assert notices(tmp_path / "0.txt") == []
 
 
 def test_files_that_are_no_text_are_named_on_every_run_that_leaves_them_out(tmp_path, capsys):
@@ -292,7 +300,7 @@ def test_dates_and_a_byte_order_mark_are_text_as_any_other(tmp_path):
     lines = [{"text": "2020-01-01"}, {"text": "2021-02-02 and more"}, {"text": None}, {"text": "é"}]
     written = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
     (tmp_path / "a.jsonl").write_text(written, encoding="utf-8-sig")
-    found = documents(of_text(tmp_path / "a.jsonl", val_fraction=0.5))
+    found = documents(tmp_path / "a.jsonl", val_fraction=0.5)
     assert found == {"train": ["2020-01-01", "2021-02-02 and more"], "val": ["é"]}
 
 
@@ -317,7 +325,7 @@ def test_a_text_of_nothing_is_called_so(make, tmp_path):
 def test_a_bad_byte_is_named_by_its_place_in_the_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"some words " * 500_000 + b"\xff" + b" some words" * 1000)  # in the second block
     with pytest.raises(DataError, match="byte 5500000 is 0xff"):
-        documents(of_text(tmp_path))
+        documents(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +342,7 @@ def test_a_bad_byte_is_named_by_its_place_in_the_file(tmp_path):
 def test_unreadable_rows_are_named(tmp_path, lines, sentence):
     (tmp_path / "a.jsonl").write_text(lines)
     with pytest.raises(DataError, match=sentence):
-        documents(of_text(tmp_path))
+        documents(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -412,10 +420,10 @@ def test_one_compressed_file_is_cut_as_the_file_itself(tmp_path, suffix):
         str(tmp_path / f"b.{suffix}"), {"gz": "gzip", "zst": "zstd"}[suffix[4:]]
     ) as file:
         file.write(text.encode())
-    assert documents(of_text(tmp_path / f"b.{suffix}")) == documents(of_text(tmp_path / "a.txt"))
+    assert documents(tmp_path / f"b.{suffix}") == documents(tmp_path / "a.txt")
     (tmp_path / f"b.{suffix}").write_bytes((tmp_path / f"b.{suffix}").read_bytes()[:-30])
     with pytest.raises(DataError, match=rf"b\.{suffix} cannot be read"):
-        documents(of_text(tmp_path / f"b.{suffix}"))
+        documents(tmp_path / f"b.{suffix}")
 
 
 def test_nanogpts_characters_are_read_by_its_names_of_them_and_nothing_else_of_a_pickle_is(tmp_path):
@@ -425,11 +433,11 @@ def test_nanogpts_characters_are_read_by_its_names_of_them_and_nothing_else_of_a
         np.array([characters.index(c) for c in content], np.uint16).tofile(tmp_path / f"{split}.bin")
     names = {"vocab_size": len(characters), "itos": dict(enumerate(characters))}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(names))
-    assert documents(of_text(tmp_path)) == {split: [content] for split, content in text.items()}
-    assert not any("meta.pkl" in notice for notice in CORPORA["text"](of_text(tmp_path)).notices())
+    assert documents(tmp_path) == {split: [content] for split, content in text.items()}
+    assert not any("meta.pkl" in notice for notice in notices(tmp_path))
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(names | {"itos": Path("x")}))
     with pytest.raises(DataError, match=r"meta\.pkl names no characters \(it names pathlib"):
-        documents(of_text(tmp_path))
+        documents(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", np.array([60_000], np.uint16).tobytes(), shard([1, 2, 3])[:-2]])
@@ -437,4 +445,4 @@ def test_bytes_that_are_no_tokens_of_gpt2_are_refused(tmp_path, content):
     (tmp_path / "train.bin").write_bytes(content)
     (tmp_path / "val.bin").write_bytes(content)
     with pytest.raises(DataError, match=r"holds no 16-bit tokens of GPT-2|nothing but empty files"):
-        documents(of_text(tmp_path))
+        documents(tmp_path)

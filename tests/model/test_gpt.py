@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from attention import AttentionConfig, Score, SDPABackend, build_attention
 from attention.dropout import DropoutKey, keep_mask
@@ -54,7 +55,7 @@ def test_gradient_of_the_lookup_is_that_of_indexing():
     tokens, d_out = torch.randint(10, (3, 7)), torch.randn(3, 7, 4)
     (expected,) = torch.autograd.grad(weight[tokens], weight, d_out)
     (gradient,) = torch.autograd.grad(Lookup.apply(weight, tokens), weight, d_out)
-    torch.testing.assert_close(gradient, expected)
+    assert_close(gradient, expected)
     torch.library.opcheck(lookup_gradient, (d_out, tokens, 10))
 
 
@@ -117,11 +118,11 @@ def test_each_site_of_the_residual_stream_has_a_separate_mask(recompute):
     keep = keep_mask(replace(KEY, layer=2**16 - 1), 0.25, 2, 5, 16, SMALL.n_embd)
     weight = keep / 0.75
     embedded = model.wte(tokens) + model.wpe.weight
-    torch.testing.assert_close(seen["h.0"][0], embedded * weight[:, 0])
+    assert_close(seen["h.0"][0], embedded * weight[:, 0])
     for layer in range(SMALL.n_layers):
         (x, out), (_, attended), (_, mlp) = (seen[f"h.{layer}{part}"] for part in ("", ".attn", ".mlp"))
         expected = x + attended * weight[:, 1 + 2 * layer] + mlp * weight[:, 2 + 2 * layer]
-        torch.testing.assert_close(out, expected)
+        assert_close(out, expected)
 
 
 @pytest.mark.parametrize(("attention", "residual"), [(0.1, 0.0), (0.0, 0.1)])
@@ -188,8 +189,8 @@ def test_gelu_is_the_same_function_compiled_and_not():
     (slope,) = torch.autograd.grad((x * phi).sum(), x)
     for f in (gelu, torch.compile(gelu, backend="aot_eager", fullgraph=True)):
         y = f(x)
-        torch.testing.assert_close(y, x * phi)
-        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], slope)
+        assert_close(y, x * phi)
+        assert_close(torch.autograd.grad(y.sum(), x)[0], slope)
 
 
 @pytest.mark.slow

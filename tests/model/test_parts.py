@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from attention.dropout import DropoutKey
@@ -72,15 +73,15 @@ def test_a_random_choice_of_parts_is_the_textbooks_model(seed):
     book = Textbook(config, model.state_dict(), VOCAB)
     inputs, targets = tokens()
     expected = torch.stack([book.logits(row) for row in inputs])
-    torch.testing.assert_close(model(inputs), expected, rtol=1e-5, atol=1e-5)
+    assert_close(model(inputs), expected, rtol=1e-5, atol=1e-5)
     losses = model(inputs, targets, further=further(inputs, targets)).double()
     loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten())
     if not config.mtp:
-        return torch.testing.assert_close(losses, loss, rtol=1e-5, atol=1e-5)
+        return assert_close(losses, loss, rtol=1e-5, atol=1e-5)
     logits = torch.cat([book.further_logits(row) for row in inputs])
     second = F.cross_entropy(logits, targets[:, 1:].flatten())
-    torch.testing.assert_close(losses, torch.stack([loss, second]), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(model.objective(losses), loss + config.mtp * second, rtol=1e-5, atol=1e-5)
+    assert_close(losses, torch.stack([loss, second]), rtol=1e-5, atol=1e-5)
+    assert_close(model.objective(losses), loss + config.mtp * second, rtol=1e-5, atol=1e-5)
 
 
 def test_compiled_into_one_graph_a_step_is_the_same():
@@ -99,7 +100,7 @@ def test_compiled_into_one_graph_a_step_is_the_same():
                 model.objective(losses).backward()
                 results.append([losses.detach(), *(p.grad for p in model.parameters())])
             for plain, compiled in zip(*results, strict=True):
-                torch.testing.assert_close(compiled, plain)
+                assert_close(compiled, plain)
 
 
 HYBRID = GPTConfig(n_layers=2, n_heads=4, n_embd=32, positions=Positions.rotary, layers=["gdn", "attention"])
@@ -130,7 +131,7 @@ def test_the_residual_stream_has_the_precision_that_was_asked_for(config, half, 
     with torch.autocast("cpu", half):
         loss = model(inputs, targets)
     assert seen == [torch.float32 if in_fp32 else half] * 2 * config.n_layers
-    torch.testing.assert_close(loss, model(inputs, targets), rtol=0.03, atol=0)
+    assert_close(loss, model(inputs, targets), rtol=0.03, atol=0)
     assert seen[-1] == torch.float32  # which without autocast it always has
 
 

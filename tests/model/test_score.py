@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from attention import Layout, Score, ScoreError
 from model.attention import Surroundings
@@ -77,7 +78,7 @@ def test_queries_are_normalised_in_the_precision_of_the_weights(dtype, half):
         projected = projection(norm(x))[..., :32]
     q = projected.unflatten(-1, (4, 8)).transpose(1, 2).to(dtype)
     expected = (q * torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-6)).to(projected.dtype)
-    torch.testing.assert_close(seen[0], expected, rtol=2**-8 if half else 1e-14, atol=0)
+    assert_close(seen[0], expected, rtol=2**-8 if half else 1e-14, atol=0)
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled"])
@@ -102,9 +103,9 @@ def test_documents_of_a_row_are_what_they_are_alone(name, config):
     starts = torch.tensor([[0] * 5 + [5] * 1 + [6] * 10, [0] * 16], dtype=torch.int32)
     packed = model(TOKENS, document_starts=starts)
     for row, first, last in ((0, 0, 5), (0, 5, 6), (0, 6, 16), (1, 0, 16)):
-        torch.testing.assert_close(packed[row, first:last], model(TOKENS[row : row + 1, first:last])[0])
+        assert_close(packed[row, first:last], model(TOKENS[row : row + 1, first:last])[0])
     masked = built(config, name=name, documents=True).eval()(TOKENS, document_starts=starts)
-    torch.testing.assert_close(masked[0, :5], packed[0, :5])
+    assert_close(masked[0, :5], packed[0, :5])
     if config.positions is Positions.learned:  # rotary positions are relative
         assert not torch.allclose(masked[0, 6:], packed[0, 6:])
 

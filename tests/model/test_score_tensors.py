@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing import assert_close
 
 from attention import AttentionConfig, Score, ScoreError, build_attention
 from model import score_tensors
@@ -57,14 +58,14 @@ def test_after_a_million_tokens_gates_are_right_to_a_hundred_thousandth(name):
     low, steps = (tensors[name][..., -40:].detach().requires_grad_() for name in ("c", "c_in_steps"))
     assert c.min() < -600_000
     gaps = steps[..., 1:] - steps[..., :-1] + (low[..., 1:] - low[..., :-1])
-    torch.testing.assert_close(gaps, c[..., 1:] - c[..., :-1], rtol=0, atol=2e-6, check_dtype=False)
+    assert_close(gaps, c[..., 1:] - c[..., :-1], rtol=0, atol=2e-6, check_dtype=False)
 
     q, k, v, do = torch.randn(4, 1, 2, 40, 8)
     out = build_attention(AttentionConfig(name))(q, k, v, score=score, tensors={"c": low, "c_in_steps": steps}).out
     exact = attended(q.double(), k.double(), v.double(), c)
-    torch.testing.assert_close(out, exact, rtol=0, atol=1e-5, check_dtype=False)
+    assert_close(out, exact, rtol=0, atol=1e-5, check_dtype=False)
     (found,), (expected,) = (torch.autograd.grad(*x) for x in ((out, low, do), (exact, c, do.double())))
-    torch.testing.assert_close(found, expected, rtol=0, atol=5e-5, check_dtype=False)
+    assert_close(found, expected, rtol=0, atol=5e-5, check_dtype=False)
 
 
 def test_a_model_computes_with_sums_in_parts_from_some_length_on(monkeypatch):
@@ -78,7 +79,7 @@ def test_a_model_computes_with_sums_in_parts_from_some_length_on(monkeypatch):
     in_parts.backward()
     after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert in_parts.item() == pytest.approx(loss, abs=1e-6)
-    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-6)
+    assert_close(after, before, rtol=1e-4, atol=1e-6)
     assert not torch.equal(after[-1], before[-1])  # rounded elsewhere: it did take another way
 
 
@@ -92,7 +93,7 @@ def test_other_formulas_of_a_sum_read_it_whole(formula):
 def test_alibi_by_formula_is_alibi():
     by_name = build(score=ScoreConfig(alibi=True))
     by_formula = build(score=ScoreConfig(formula="s - m[h] * (i - j)", tensors={"m": "alibi_slopes"}))
-    torch.testing.assert_close(by_formula(TOKENS), by_name(TOKENS))
+    assert_close(by_formula(TOKENS), by_name(TOKENS))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from attention import AttentionConfig
 from model.cache import PAGE_SIZE
@@ -68,7 +69,7 @@ def check_greedy(engine: Engine, model: GPT, monkeypatch: pytest.MonkeyPatch) ->
     logits = logits_of(model, [*prompt, *found[:-1]], len(prompt))
     assert len(found) == TOKENS
     assert found == logits.argmax(-1).tolist()
-    torch.testing.assert_close(torch.stack(recorded), logits, rtol=0, atol=1e-5 * logits.abs().max().item())
+    assert_close(torch.stack(recorded), logits, rtol=0, atol=1e-5 * logits.abs().max().item())
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -186,7 +187,7 @@ def test_streams_of_random_numbers_are_exponential_and_independent():
     n = steps * V
     generator = torch.Generator().manual_seed(7)
     alone = torch.stack([torch.empty(V).exponential_(generator=generator) for _ in range(steps)])
-    torch.testing.assert_close(e[0].float(), alone)
+    assert_close(e[0].float(), alone)
     for slot in range(slots):
         cdf, _ = (1 - torch.exp(-e[slot].flatten())).sort()
         apart = (cdf - torch.linspace(0, 1, n, dtype=torch.float64)).abs().max()
@@ -196,7 +197,7 @@ def test_streams_of_random_numbers_are_exponential_and_independent():
         r = torch.corrcoef(uniform[:, t])
         assert (r - torch.eye(slots)).abs().max() < 4.5 / math.sqrt(V)
     noise.begin(1, (0, 0))
-    torch.testing.assert_close(noise.of(torch.zeros(slots, dtype=torch.int64))[1].double(), e[0, 0])
+    assert_close(noise.of(torch.zeros(slots, dtype=torch.int64))[1].double(), e[0, 0])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
 
 from attention import AttentionConfig, build_attention
 from model.gpt import GPT, Computation
@@ -201,7 +202,7 @@ def test_models_of_transformers_learn_the_same_here_and_are_written_as_they_were
     for theirs, folder in folders(kind, tmp_path):
         model = read(folder)
         exact = rounding.compare(model, theirs, tokens, lambda model: describe(model, 0.0).tensors)
-        torch.testing.assert_close(model(tokens).double(), exact.logits, rtol=1e-4, atol=2e-5)
+        assert_close(model(tokens).double(), exact.logits, rtol=1e-4, atol=2e-5)
 
         described, stored = describe(model, 0.0), theirs.state_dict()
         assert described.config["model_type"] == kind
@@ -264,8 +265,8 @@ def test_longer_sequences_turn_by_the_angles_of_transformers_and_a_key_that_it_n
     else:
         ours = position_tables(read_settings(content, "folder").model, 128)
         angles = torch.arange(128)[:, None] * frequencies
-        torch.testing.assert_close(ours.cos, angles.cos() * size, rtol=0, atol=1e-5)
-        torch.testing.assert_close(ours.sin, angles.sin() * size, rtol=0, atol=1e-5)
+        assert_close(ours.cos, angles.cos() * size, rtol=0, atol=1e-5)
+        assert_close(ours.sin, angles.sin() * size, rtol=0, atol=1e-5)
 
 
 # Keys of config.json that have no default here, but for GPT-2.
@@ -334,7 +335,7 @@ def test_a_file_of_the_base_model_or_of_a_compiled_one_is_the_same_model(kind, t
     save_file({f"_orig_mod.{name}": x for name, x in weights.items()}, compiled / "model.safetensors")
     tokens = torch.randint(VOCAB, (2, T), generator=torch.Generator().manual_seed(1))
     for folder in (base, compiled):
-        torch.testing.assert_close(read(folder)(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+        assert_close(read(folder)(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_head_that_contradicts_config_json_is_refused_with_a_way_out(tmp_path):
