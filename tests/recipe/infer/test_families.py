@@ -95,13 +95,18 @@ def shape(kind: str, seed: int) -> dict[str, Any]:
     return options
 
 
+def fresh(kind: str, seed: int, **more: Any) -> Any:
+    """A model of transformers as it begins."""
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB, **shape(kind, seed) | more)
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
 def folders(kind: str, root: Path) -> Iterator[tuple[Any, Path]]:
     """Models of transformers with every parameter random, and their folders."""
     for seed in range(SHAPES):
-        torch.manual_seed(seed)
-        config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB, **shape(kind, seed))
-        config.bos_token_id = config.eos_token_id = config.pad_token_id = None
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model = fresh(kind, seed)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.2 * torch.randn_like(parameter))
@@ -320,10 +325,7 @@ def test_a_key_that_a_file_leaves_out_has_the_value_of_transformers_class(kind):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_file_of_the_base_model_or_of_a_compiled_one_is_the_same_model(kind, tmp_path):
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB, **shape(kind, 0) | {"tie_word_embeddings": True})
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    theirs = fresh(kind, 0, tie_word_embeddings=True)
     base, compiled = tmp_path / "base", tmp_path / "compiled"
     theirs.base_model.save_pretrained(base)
     theirs.save_pretrained(compiled)
