@@ -44,6 +44,8 @@ def parse(text: str) -> Node:
             f"{{}} must be text of 1 to {LONGEST} characters of ASCII, such as s * log(n).", Option("formula")
         )
     text = " ".join(text.split())
+    if "|" in text:
+        raise refusal("has no |x|; write abs(x)", text, text.index("|"), text.index("|") + 1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns of unusual code

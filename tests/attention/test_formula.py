@@ -201,6 +201,7 @@ REFUSED = {
     "(" * 40 + "s" + ") ** 8" * 40: r"a constant is too large",
     "i + j": r"does not depend on s",
     "i < j": r"is a comparison",
+    "s - |i - j|": r"has no \|x\|; write abs\(x\)",
     "s + t[s]": r"an index of t must be a whole number",
     "s + t[i - j - 1]": r"reads t\[.*can be as low as -1; write max\(",
     "s - slope[h] * i + slope[h] * j": r"multiplies i and j by slope\[h\] apart; write slope\[h\] \* \(i - j\)\.",
