@@ -4,8 +4,6 @@ python train.py attention=tiled seq_len=1024
 python train.py --help
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import nullcontext

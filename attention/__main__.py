@@ -1,7 +1,5 @@
 """The command `gpt-attention`, also as `python -m gpt_attention`."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Refusals: one sentence each, in which every program can name options in its users' notation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Attention in a file or a module of the user's: attention=mine.py:RowsAttention."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib

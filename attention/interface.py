@@ -10,8 +10,6 @@ changes of scores that attention/score.py defines. Implementations differ in whi
 and in speed.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

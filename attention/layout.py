@@ -1,7 +1,5 @@
 """The positions of queries and keys, and the documents that they belong to: tensors of a batch."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

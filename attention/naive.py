@@ -5,8 +5,6 @@
 Memory grows with T x S for each head, forward and backward; gradients are autograd's.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

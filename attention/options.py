@@ -1,7 +1,5 @@
 """The user's choice of attention: an implementation and its options."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from enum import Enum
 

@@ -1,7 +1,5 @@
 """The precision of sums."""
 
-from __future__ import annotations
-
 import torch
 
 

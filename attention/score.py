@@ -9,8 +9,6 @@ follow from it.
     p = softmax of s over the visible keys
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple

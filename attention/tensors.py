@@ -1,7 +1,5 @@
 """The tensors of a call: their required shapes, and the defaults of a score's tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

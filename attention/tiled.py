@@ -12,8 +12,6 @@ Names are the paper's; the prefix b_ marks a tile. Tiles of q have the shape (B,
 k and v (B, H_kv, 1, block_k, D), where G = H // H_kv query heads share a key/value head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ GPT-2's width, 768 channels and 12 heads, and runs forward and backward in bf16,
 mixer=fla, `chunked` by mixer=chunked. Rows go to bench/results/mixers-<device>.json, with two tables beside it.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ versions, its start and end. A row that is measured again replaces the earlier o
 sizes are removed from the file. The tables of rows are beside them, bench/results/<name>.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -5,8 +5,6 @@
 A token is one of Python's; an f-string is one token. tests/test_house.py holds the budget of each package.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from itertools import chain

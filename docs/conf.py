@@ -1,7 +1,5 @@
 """How `make docs` turns docs/, the README and the docstrings of attention/ into one static site."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

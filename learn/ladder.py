@@ -1,6 +1,5 @@
 """The steps of the ladder, measured: their reads, memory and overflow, and the silent error of a missing line."""
 
-from __future__ import annotations
 import __future__
 
 import inspect

@@ -5,8 +5,6 @@ chunked.py    chunks of tokens in plain PyTorch: trains on CPUs and GPUs
 fla.py        the kernels of the package flash-linear-attention, on NVIDIA GPUs
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

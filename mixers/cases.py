@@ -1,7 +1,5 @@
 """The calls that a check makes of a mixer: lengths around chunks, decays, beta, keys, documents and states."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

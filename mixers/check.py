@@ -7,8 +7,6 @@ The error of a row, of one token or one channel of a state, is measured in units
 the recurrence in fp64 does where each input is changed by one rounding. LIMIT units pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -9,8 +9,6 @@ A document begins a chunk, so no weight and no state crosses to the next documen
 computed by the same products as alone.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

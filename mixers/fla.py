@@ -1,7 +1,5 @@
 """The kernels of flash-linear-attention (https://github.com/fla-org/flash-linear-attention), an optional package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module, metadata

@@ -10,8 +10,6 @@ and the same initial values.
     out = norm(mix(q, k, v)) activation(x W_g) W_o      gate
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

@@ -13,8 +13,6 @@ head      yes     Gated DeltaNet (Yang et al. 2025)
 channel   yes     Kimi Delta Attention (Kimi Team 2025)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

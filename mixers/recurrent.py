@@ -1,7 +1,5 @@
 """The recurrence token by token: the definition, on any device. Slow, and what everything else is compared with."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ PyTorch offers no such products for training. cuBLASLt has them (NVIDIA's "cuBLA
 API"); they are called in the library that PyTorch has loaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import weakref

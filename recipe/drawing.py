@@ -1,7 +1,5 @@
 """One drawing, two renderings: SVG for the page, and PNG. A dark page inverts the brightness of its figures."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Sequence

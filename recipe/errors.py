@@ -1,7 +1,5 @@
 """The kind of failure a user can act on, and how a program ends with it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """JSON and settings in the form of the run folder."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

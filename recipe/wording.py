@@ -1,7 +1,5 @@
 """Numbers and lists as text, for printed lines, tables, figures and sentences."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

@@ -6,8 +6,6 @@ the other implementations read. It has no dropout, and no backward pass on a CPU
 Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels".
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A plain function of the user's as an Attention, called as `gpt-attention check` calls it (check/subject.py)."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

@@ -2,8 +2,6 @@
 dropout. Documents are passed as successive sequences of variable length, so keys of other documents are not visited.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable

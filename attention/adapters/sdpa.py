@@ -8,8 +8,6 @@ Windows, documents and queries that are not aligned with the keys need a mask in
 soft caps and sinks are not supported.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import torch.nn.functional as F

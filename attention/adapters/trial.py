@@ -1,7 +1,5 @@
 """One small call of an implementation, to learn before training whether another library's kernels take a shape."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

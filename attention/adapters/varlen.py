@@ -4,8 +4,6 @@
 >>> out = varlen(attend, q, k, v, cu_seqlens=torch.tensor([0, 7, 7, 1031])).out    # three sequences, the second empty
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

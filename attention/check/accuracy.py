@@ -1,7 +1,5 @@
 """Forward, gradients and log-sum-exp against fp64, in all cases of grid.py."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator

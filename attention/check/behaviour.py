@@ -1,7 +1,5 @@
 """Properties that rounding does not affect: hidden keys have no influence, repeated calls give the same bits, etc."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

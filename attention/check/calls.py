@@ -1,8 +1,6 @@
 """A call's results, and the judge's reference problem for a call of an Attention, made from its Score, Layout and
 tensors by definition."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One call of attention as plain values, and the tensors and the problem that follow from them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The command `gpt-attention check`."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

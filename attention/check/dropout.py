@@ -4,8 +4,6 @@ Where v has a single 1 in each column, the output is the weights themselves, and
 used. With this mask the formula judges the output and all gradients as it does without dropout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

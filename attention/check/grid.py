@@ -1,7 +1,5 @@
 """All cases of a check, in groups. Each group varies one property."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ counts as much as one of large values. An implementation's worst row may be LIMI
 row of the formula in the same precision: twice for out and lse, three times for gradients, as FlashAttention tests it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 A name stands for import lines and an expression. Programs that reproduce a failure contain both.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable

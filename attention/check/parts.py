@@ -1,7 +1,5 @@
 """The parts of a check other than accuracy, as jobs. Each gives lines of the report."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace

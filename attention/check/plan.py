@@ -1,7 +1,5 @@
 """The order of a check's calls."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Sequence

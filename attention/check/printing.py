@@ -1,7 +1,5 @@
 """The report of a check: one page of text, and the same as JSON."""
 
-from __future__ import annotations
-
 import json
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """A failure as a program of about ten lines, which needs torch and the implementation, and ends in AssertionError."""
 
-from __future__ import annotations
-
 import torch
 
 from .cases import PATTERNS, Case, drawn

@@ -5,8 +5,6 @@ formula.py has neither the values nor the rounding of other attention. Its refer
 answers to inputs that are changed by one rounding have the errors to expect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The smallest case that still fails."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

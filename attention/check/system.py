@@ -1,7 +1,5 @@
 """The implementation in torch: derivatives in fp64, compilation, CUDA graphs, tensors of more than 2^31 elements."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

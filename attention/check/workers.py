@@ -4,8 +4,6 @@ After an illegal address, a CUDA context computes nothing more, and a kernel for
 reports the call that did so, and starts another process.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -10,8 +10,6 @@ A call that does more than allocate and launch is not replayed. What is private 
 file alone; where a release has other names, nothing is replayed.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple

@@ -4,8 +4,6 @@
 All paths exchange the same log-sum-exp and draw the same mask, so a forward and its backward may take different ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The tensors that a formula reads, and the meaning of their axes."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from ..errors import FormulaError, Option

@@ -1,7 +1,5 @@
 """The formula of a call: positions of queries and keys, the parts computed before the scores, and tiles of scores."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

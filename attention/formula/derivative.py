@@ -1,7 +1,5 @@
 """Derivatives of a formula by reverse mode on its graph, so that they share intermediate results with the value."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from . import operations as ops

@@ -1,7 +1,5 @@
 """The parts of a formula that change nothing."""
 
-from __future__ import annotations
-
 from .graph import Node, topological
 from .parse import parse, show
 from .plan import stage, summands

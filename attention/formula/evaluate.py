@@ -1,8 +1,6 @@
 """Formulas computed in torch, as lists of steps that torch.compile can trace; and entries of tensors, whose gradients
 are summed in a fixed order."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

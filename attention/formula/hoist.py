@@ -1,7 +1,5 @@
 """The parts of a formula that are computed beforehand, in torch: vectors along heads, rows, columns and distances."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Constants are folded, a constant factor comes first, and sums of integers have o
 same node however it is written. Otherwise an expression is evaluated as it was written.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

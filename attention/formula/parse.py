@@ -1,7 +1,5 @@
 """Formulas as text: reads them by a white list over Python's syntax tree, evaluating nothing, and writes them."""
 
-from __future__ import annotations
-
 import ast
 import warnings
 from functools import lru_cache, reduce

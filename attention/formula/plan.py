@@ -11,8 +11,6 @@ is added: there are kernels for these scores. It is rounded with the queries. In
 scores, in fp32.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache, reduce
 from typing import NamedTuple
 

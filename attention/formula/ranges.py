@@ -1,7 +1,5 @@
 """The range of every expression by interval arithmetic, from the positions of queries and keys."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

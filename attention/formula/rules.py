@@ -1,7 +1,5 @@
 """The tensors that a formula needs, and its mistakes that are known before a call: in indices, sizes and values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """The scores of a tile by a formula, and the gradients of the formula's inputs, in torch."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import torch

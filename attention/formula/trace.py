@@ -6,8 +6,6 @@
 Arguments named s, i, j, h, b and n have their meaning in formulas, and all others are tensors.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

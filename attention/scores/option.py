@@ -1,7 +1,5 @@
 """The base class of a `Score`'s options; each option is a file of this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 

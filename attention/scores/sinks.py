@@ -6,8 +6,6 @@ Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"; gp
 a value that every query sees, also a query that sees nothing else.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """A window: a query sees only its last keys. Beltagy et al. 2020, "Longformer"; Jiang et al. 2023, "Mistral 7B"."""
 
-from __future__ import annotations
-
 from ..errors import Option, ScoreError
 from .option import ScoreOption
 

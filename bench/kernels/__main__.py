@@ -9,8 +9,6 @@ and no barrier may overlap other shared memory. Where more registers are intende
 Triton that the record lacks may take more: --changed then compares only kernels whose sources changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence

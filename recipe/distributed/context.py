@@ -11,8 +11,6 @@ ranks:
 Dropout keys hold the place of a rank's part in the whole call, so masks are the same as in one process.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace

@@ -5,8 +5,6 @@ ranks; a norm is taken of each piece, and a norm of these. Ranks that share a gr
 Gradients whose pieces they do not divide evenly are each gathered on one rank, its owner.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The options for sharing a step among ranks, and mistakes in them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

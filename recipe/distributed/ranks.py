@@ -1,7 +1,5 @@
 """The ranks of one run: joining, exchanging values between hosts, and noticing that one is gone."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

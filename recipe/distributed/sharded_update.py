@@ -5,8 +5,6 @@ ways round differently. A shard that ends inside a vector of the whole tensor, s
 so be updated in another way than on one rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

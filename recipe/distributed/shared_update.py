@@ -8,8 +8,6 @@ A matrix that autocast rounds before every product is rounded before it travels:
 precision, and the rows that it updates in fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import accumulate, filterfalse
 

@@ -8,8 +8,6 @@ in autocast's precision have the same values, and gradients that no cast has wid
 both, and lose no bit.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

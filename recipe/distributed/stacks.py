@@ -4,8 +4,6 @@ Where FSDP2 shards the matrices, each rank works on other stacks: it receives th
 rank its rows of the result. A stack has the same matrices on any number of ranks, so its results have the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 

@@ -4,8 +4,6 @@ The plan is written before the first job. An arena that is started again in the 
 and one that is started with more seeds adds them.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys

@@ -3,8 +3,6 @@
 Hydra's grammar would need quotes around a prompt with spaces or commas. Here a value is everything after the first `=`.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Sequence
 from dataclasses import fields

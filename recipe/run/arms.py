@@ -1,7 +1,5 @@
 """The options of an arena, its arms and sizes, and their mistakes."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The parts of a run, built from its configuration."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """From overrides to a configuration or the jobs of a sweep, and the mistakes in single overrides."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The root configuration: the dataclasses of all parts in one, registered with Hydra."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass

@@ -1,7 +1,5 @@
 """What a run prints before its first step and after its last."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path

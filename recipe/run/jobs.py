@@ -1,7 +1,5 @@
 """The jobs of a sweep: their overrides, and their state according to their run folders."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

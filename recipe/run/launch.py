@@ -1,7 +1,5 @@
 """From the command line to a run or a sweep. Mistakes are reported before a folder is made."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -4,8 +4,6 @@ A GPU's allocator records the peak of the whole process, and the CPU's records n
 operators: each tensor that an operator returns counts until the last reference to it is gone.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

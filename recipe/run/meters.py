@@ -24,8 +24,6 @@ that the device could do in the same time. There are two conventions: `full` cou
 saw every key, as most published figures do; `causal` counts the visible keys only.
 """
 
-from __future__ import annotations
-
 import resource
 import statistics
 import time

@@ -6,8 +6,6 @@ A loss that is not finite is written as "nan", "inf" or "-inf", which `float` re
 before `append` returns, so a killed process loses none.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Mapping

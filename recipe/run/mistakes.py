@@ -1,7 +1,5 @@
 """The mistakes in a whole configuration, reported before anything is built or read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ It is arena.json in the sweep's folder. Afterwards only the learning rates are f
 appended; so the report can tell what departed from it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace

@@ -4,8 +4,6 @@ The collector visits all imported objects again and again, which takes a fifth o
 frees them one by one, which takes a second at the end. mypy ends in this way too (`mypy.util.hard_exit`).
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -16,8 +16,6 @@ would count as a linear layer, a backward kernel as its autograd node, two kerne
 and idle time not at all.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """The progress of a run: a live bar in a terminal, a line every few seconds in a log."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

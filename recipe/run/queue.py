@@ -9,8 +9,6 @@ job a GPU, forwards signals, goes on after a failure or resumes a sweep. On a Sl
 takes the jobs.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """The record of a run: its metrics, its checkpoints and, at the end, its summary."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

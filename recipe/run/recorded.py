@@ -3,8 +3,6 @@
 The folder may come from a stranger. Only plain values of this recipe's options are read from it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from omegaconf import OmegaConf

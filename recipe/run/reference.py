@@ -1,8 +1,6 @@
 """The reference of the configuration, for docs/configuration.md and its second page: every override, from the
 dataclasses and their docstrings. `make tables` writes it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass

@@ -1,7 +1,5 @@
 """Options of earlier versions: what to do instead, and recorded configurations that still have them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which run to resume, and whether its folder is free and its checkpoint fits."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

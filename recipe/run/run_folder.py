@@ -9,8 +9,6 @@
 The folder may come from a stranger: it is read as data, in bounded time and memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """init_from: what train.py hands in to read weights, and the overrides that follow from a folder of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 

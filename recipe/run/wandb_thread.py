@@ -9,8 +9,6 @@ Each time the thread begins with the lines that the run folder has, under the sa
 by itself, and online W&B is sent only the steps that it lacks.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """One sentence for each error of Hydra and OmegaConf, which take several lines."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ where it is exp(88.7). Without the line that rescales earlier tiles to a new max
 every row on, in any precision.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -18,8 +18,6 @@ checkpoint is the best; the link to it is a convenience for people.
     manifest = read_manifest(path)          # .step, .metadata
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import math

@@ -4,8 +4,6 @@ A checkpoint gets its name when it is complete, and a save removes the remains o
 share into separate files, and any number of ranks can read them. Loading the format cannot execute code.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import warnings

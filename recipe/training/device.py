@@ -1,7 +1,5 @@
 """The device and precision of a run; what does not fit into memory, and a limit to the process's."""
 
-from __future__ import annotations
-
 import math
 import os
 import resource

@@ -1,7 +1,5 @@
 """The optimizers, and their learning rate: a pure function of the step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

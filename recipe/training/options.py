@@ -1,7 +1,5 @@
 """The options of training, and mistakes in them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

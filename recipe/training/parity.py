@@ -1,7 +1,5 @@
 """What the parity probe's metrics mean: differences beyond rounding, and a run's worst. Needs no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -12,8 +12,6 @@ beside the same formula in the same precision:
 The gradient of out is drawn at random, so that no row is spared by a loss that does not depend on it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, cast

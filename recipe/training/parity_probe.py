@@ -16,8 +16,6 @@ with fp64 row by row (parity_layers.py).
 The probe changes no weight, gradient or random-number generator.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

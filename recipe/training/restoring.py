@@ -1,7 +1,5 @@
 """A trainer continues from a checkpoint, if its text and the size of its steps are still the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

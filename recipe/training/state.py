@@ -1,7 +1,5 @@
 """The state of a training run between two steps: a moving average of the weights, and named tensors for checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -8,8 +8,6 @@ Nothing in a step waits for the device. Losses stay on it until a step is logged
 update whose loss or gradient is not finite.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Sequence

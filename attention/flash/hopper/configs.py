@@ -1,7 +1,5 @@
 """Tile sizes of the Hopper kernels."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import NamedTuple
