@@ -117,6 +117,11 @@ class Cache(NamedTuple):
                 f"A cache of {tuple(self.k.shape)} for {B} sequences takes k and v ({rows}, {H_kv}, tokens, {D}); got "
                 f"{tuple(k.shape)} and {tuple(v.shape)}."
             )
+        if not (k.dtype == v.dtype == self.k.dtype and k.device == v.device == self.k.device):
+            raise ValueError(
+                f"New keys and values must be {self.k.dtype} on {self.k.device} as the cache is; got {k.dtype} on "
+                f"{k.device} and {v.dtype} on {v.device}."
+            )
         if cu_seqlens is not None and cu_seqlens.shape != (B + 1,):
             raise ValueError(f"cu_seqlens of shape {tuple(cu_seqlens.shape)} must be ({B + 1},) for {B} sequences.")
         put = cache_write if torch.compiler.is_compiling() else write
