@@ -74,7 +74,7 @@ def write(
     new_v: Tensor,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """`write` of write.py by a kernel; does not wait for the device."""
+    """`write` of cache.py by a kernel; does not wait for the device."""
     (rows, H_kv, T, D), B = new_k.shape, lengths.shape[0]
     if new_k.numel() == 0:
         return

@@ -168,15 +168,16 @@ class Rounding:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             here = learned_here(model, tokens, dtype, renamed).distances(exact)
             there = learned_there(deepcopy(theirs).to(dtype), tokens).distances(exact)
-            there["loss"] = max(there["loss"], nearest)
+            # One number may be near by chance: at least what the logits' errors make of the mean over the tokens.
+            of_logits = there["logits"] / tokens[:, 1:].numel() ** 0.5
+            there["loss"] = max(there["loss"], nearest, of_logits)
             for name in here:
                 self.here[dtype, name] += here[name]
                 self.there[dtype, name] += there[name]
         return exact
 
     def is_alike(self) -> bool:
-        limits = {"logits": 2, "gradients": 2, "loss": 4}  # a single number's error may be small by chance
-        return len(self.here) == 9 and all(x <= limits[key[1]] * self.there[key] for key, x in self.here.items())
+        return len(self.here) == 9 and all(self.here[key] <= 2 * self.there[key] for key in self.here)
 
 
 def learned_there(model: Any, tokens: Tensor) -> Learned:
