@@ -86,6 +86,12 @@ class Call(NamedTuple):
     formula: tuple[Tensor, ...] = ()
     factors: Tensor | None = None
 
+    @property
+    def has_inputs(self) -> bool:
+        """Whether there are tensors besides q, k and v."""
+        some = self.spec.documents or self.tensors or self.formula
+        return bool(some) or self.dropout_key is not None or self.factors is not None
+
 
 class Attention(ABC):
     """An implementation of attention, built once from its configuration and called by every layer.
@@ -119,6 +125,8 @@ class Attention(ABC):
             raise UnsupportedAttention("{} must be {}.", Option("attention.dropout", config.dropout), RATES)
         self.config = config
         self.dropout = config.dropout
+        chosen = config.allow_tf32, config.path.value, config.precision.value, config.block_q, config.block_k
+        self.options_of_spec = (*chosen, config.ablate.value)  # once: short calls wait for the host
 
     def check(self, shape: AttentionShape) -> None:
         """Refuse, when the model is built, scores, shapes, dtypes and devices that this class does not support.
@@ -178,7 +186,7 @@ class Attention(ABC):
         this implementation does not support.
         """
         check_inputs(q, k, v, layout)
-        self.check_features(score.features() | layout.features())
+        self.check_features(score.features() if layout is ONE_DOCUMENT else score.features() | layout.features())
         call = self.call(q, score, layout, scale, dropout_key, tensors)
         # q, k and v set the precision; autocast must not change what an implementation computes in fp32.
         with without_autocast(q.device.type):
@@ -236,19 +244,14 @@ class Attention(ABC):
         tensors: dict[str, Any],
     ) -> Call:
         """The arguments of a call as one value, with their defaults where they are None."""
-        config, drops = self.config, dropout_key is not None and self.dropout > 0
+        drops = dropout_key is not None and self.dropout > 0
         spec = Spec(
             score,
-            scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
-            documents=layout.document_starts is not None,
-            offsets=layout.offsets(),
-            threshold=drop_threshold(self.dropout) if drops else 0,
-            tf32=config.allow_tf32,
-            path=config.path.value,
-            precision=config.precision.value,
-            block_q=config.block_q,
-            block_k=config.block_k,
-            ablate=config.ablate.value,
+            1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+            layout.document_starts is not None,
+            layout.offsets(),
+            drop_threshold(self.dropout) if drops else 0,
+            *self.options_of_spec,
         )
         if isinstance(dropout_key, DropoutKey):
             dropout_key = dropout_key.pack(q.device) if drops else None

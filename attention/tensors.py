@@ -13,6 +13,8 @@ def score_tensors(score: Score, named: dict[str, Any], q: Tensor) -> dict[str, T
 
     `prepare` checks the shapes of a formula's tensors.
     """
+    if not named and not score.head_tensors:
+        return {}
     named = (named.pop("tensors", None) or {}) | named
     H, axes, of_options = q.shape[1], score.tensors(), score.head_tensors
     tensors, of_heads = {name: x for name, x in named.items() if x is not None}, [x.name for x in of_options]
@@ -30,23 +32,25 @@ def score_tensors(score: Score, named: dict[str, Any], q: Tensor) -> dict[str, T
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
     """Raise ValueError unless the tensors of a call have the shapes that `Attention.__call__` describes."""
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+    of_q, of_k = q.shape, k.shape
+    if len(of_q) != 4 or len(of_k) != 4 or of_k != v.shape:
         raise ValueError(
-            f"attention takes q (B, H, T, D) and k, v (B, H_kv, S, D); got {tuple(q.shape)}, {tuple(k.shape)}, "
+            f"attention takes q (B, H, T, D) and k, v (B, H_kv, S, D); got {tuple(of_q)}, {tuple(of_k)}, "
             f"{tuple(v.shape)}."
         )
-    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and head size.")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads.")
+    (B, H, T, D), (sequences, H_kv, S, head_dim) = of_q, of_k
+    if sequences != B or head_dim != D:
+        raise ValueError(f"q {tuple(of_q)} and k {tuple(of_k)} must agree in batch and head size.")
+    if H_kv == 0 or H % H_kv:
+        raise ValueError(f"{H} query heads are not a multiple of {H_kv} key/value heads.")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         raise ValueError(f"q, k, v must share dtype and device; got {q.dtype}, {k.dtype}, {v.dtype}.")
     starts, ends = layout.document_starts, layout.document_ends
     if starts is not None or ends is not None:
-        last = max(layout.query_start(q.shape[2], k.shape[2]) + q.shape[2], layout.k_start + k.shape[2])
+        last = max(layout.query_start(T, S) + T, layout.k_start + S)
         for x in (starts, ends):
-            if x is None or x.ndim != 2 or x.shape[0] != q.shape[0] or x.shape[1] < last or x.is_floating_point():
+            if x is None or x.ndim != 2 or x.shape[0] != B or x.shape[1] < last or x.is_floating_point():
                 raise ValueError(
-                    f"document_starts and document_ends must be integers of shape ({q.shape[0]}, {last} or more); got "
+                    f"document_starts and document_ends must be integers of shape ({B}, {last} or more); got "
                     f"{None if x is None else (tuple(x.shape), x.dtype)}."
                 )

@@ -106,14 +106,14 @@ def score_of(is_causal: bool, left: int | None, right: int | None) -> Score:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D) and k, v (B, H_kv, S, D) to out, with q's memory layout, and lse (B, H, T)."""
-    out, lse, _ = run_forward((prepared(q), prepared(k), prepared(v), *inputs.present()), spec, 0, 0)
+    out, lse, _ = run_forward((*prepared(q, k, v), *inputs.present()), spec, 0, 0)
     return out if out.shape == q.shape else torch.empty_like(q).copy_(out[..., : q.shape[-1]]), lse
 
 
 def attend_backward(do: Tensor, saved: Sequence[Tensor], inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; saved are these, out and lse as `attend` has them."""
     q, k, v, out, lse = saved
-    q, k, v, out, do = (prepared(x) for x in (q, k, v, out, do))
+    q, k, v, out, do = prepared(q, k, v, out, do)
     lse2 = rows_like(q)
     # The backward pass takes the base 2, and infinity where a row sees nothing.
     lse2[..., : lse.shape[-1]] = torch.where(lse == -torch.inf, torch.inf, lse / math.log(2))

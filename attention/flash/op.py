@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -44,6 +45,7 @@ if HAS_TRITON:
 
 MAX_HEAD_DIM = 256
 KERNEL_TENSORS = {option.tensor.name for option in OPTIONS if option.in_kernels and option.tensor is not None}
+NO_INPUTS = Inputs()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLASH, TILED = Option("attention", "flash"), Option("attention", "tiled")
 
@@ -286,7 +288,10 @@ def _gradients(
     of_inputs: list[Any] = [None] * len(inputs)
     if do is None:
         return [None, None, None], of_inputs
-    gradients, places = run(do, saved), places_of_gradients(spec)
+    gradients = run(do, saved)
+    if not inputs and len(gradients) == 3:
+        return gradients, of_inputs
+    places = places_of_gradients(spec)
     n_qkv = len(gradients) - len(places)
     for place, gradient in zip(places, gradients[n_qkv:], strict=True):
         of_inputs[place] = gradient
@@ -325,7 +330,8 @@ class Eager(torch.autograd.Function):
 
 def is_selectively_recomputed() -> bool:
     """Whether torch's selective checkpointing watches this call. It sees operators alone."""
-    return any(type(mode).__module__ == checkpoint.__name__ for mode in _get_current_dispatch_mode_stack())
+    modes = _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else []
+    return any(type(mode).__module__ == checkpoint.__name__ for mode in modes)
 
 
 class FlashAttention(Attention):
@@ -393,7 +399,7 @@ class FlashAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             self.check_gradients()
             if not compiling:  # the compiler cannot follow it; a model calls it when it is built
                 check_backward(q.shape[-1], q.dtype, q.device)
@@ -404,24 +410,18 @@ class FlashAttention(Attention):
         elif spec.scale == 0:
             q, spec = q * 0, spec._replace(scale=1.0)
         positions = (layout.query_start(q.shape[2], k.shape[2]), layout.k_start) if spec.offsets else (0, 0)
-        inputs = Inputs(
-            key=call.dropout_key,
-            **of_kernels(call),
-            starts=bounds(layout.document_starts),
-            ends=bounds(layout.document_ends),
-            factors=call.factors,
-            formula=readable(spec, call.formula) if call.formula else None,
-        )
-        q, k, v = prepared(q), prepared(k), prepared(v)
+        inputs = kernels_inputs(call, spec) if call.has_inputs else NO_INPUTS
+        q, k, v = prepared(q, k, v)
         may_skip = spec.score.alibi or inputs.formula is not None
         if may_skip and Problem(spec, D, q.dtype, q.shape[2], k.shape[2], (0, 0)).has_horizons:
             inputs = inputs._replace(horizons=horizons(q.detach(), k.detach(), inputs, spec, compiling))
+        present = inputs.present() if call.has_inputs else []
         if compiling or is_selectively_recomputed():
-            out, lse, _ = flash_forward(q, k, v, inputs.present(), spec.text(), *positions)
+            out, lse, _ = flash_forward(q, k, v, present, spec.text(), *positions)
         elif torch.is_grad_enabled():
-            out, lse, _ = Eager.apply(spec, *positions, q, k, v, *inputs.present())
+            out, lse, _ = Eager.apply(spec, *positions, q, k, v, *present)
         else:
-            out, lse, _ = run_forward((q, k, v, *inputs.present()), spec, *positions)
+            out, lse, _ = run_forward((q, k, v, *present), spec, *positions)
         return AttentionOutput(out if out.shape[-1] == D else out[..., :D], lse)
 
     def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:
@@ -431,20 +431,26 @@ class FlashAttention(Attention):
         # The compiler cannot follow `check`; a model calls it when it is built.
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            check(q.shape[-1], q.dtype, q.device)
+            check_once(q.shape[-1], q.dtype, q.device)
         if call.factors is not None:
-            q, call = scale(q, call.factors), call._replace(spec=call.spec._replace(factors="none"))
+            q, call = scale(q, call.factors), call._replace(spec=call.spec._replace(factors="none"), factors=None)
         q = q if q.stride(-1) == 1 else q.contiguous()
-        formula = readable(call.spec, call.formula) if call.formula else None
-        tensors = Inputs(**of_kernels(call), formula=formula).present()
+        tensors = kernels_inputs(call, call.spec).present() if call.has_inputs else []
         if compiling:
             return AttentionOutput(*flash_decode(q, [*cache], tensors, call.spec.text()))
         return AttentionOutput(*run_decode(q, cache, tensors, call.spec))
 
 
-def of_kernels(call: Call) -> dict[str, Tensor]:
-    """The tensors of the score that kernels read."""
-    return {name: fp32(x) for name, x in call.tensors.items() if name in KERNEL_TENSORS}
+def kernels_inputs(call: Call, spec: Spec) -> Inputs:
+    """The tensors besides q, k and v, as the kernels read them."""
+    return Inputs(
+        key=call.dropout_key,
+        **{name: fp32(x) for name, x in call.tensors.items() if name in KERNEL_TENSORS},
+        starts=bounds(call.layout.document_starts),
+        ends=bounds(call.layout.document_ends),
+        factors=call.factors,
+        formula=readable(spec, call.formula) if call.formula else None,
+    )
 
 
 def fp32(x: Tensor) -> Tensor:
@@ -457,11 +463,19 @@ def bounds(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.to(torch.int32).contiguous()
 
 
-def prepared(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension that spans a multiple of 16 bytes, copied only if it has none."""
-    excess = -x.shape[-1] % (ALIGNMENT // x.element_size())
+def prepared(*tensors: Tensor) -> list[Tensor]:
+    """Tensors of one dtype and head size with a contiguous last dimension that spans a multiple of 16 bytes.
+
+    They are copied only where they have none.
+    """
+    excess = -tensors[0].shape[-1] % (ALIGNMENT // tensors[0].element_size())
     if excess:
-        return F.pad(x, (0, excess))
+        return [F.pad(x, (0, excess)) for x in tensors]
+    return [compact(x) for x in tensors]
+
+
+def compact(x: Tensor) -> Tensor:
+    """x with a contiguous last dimension, and no stride of 0 but of a dimension of size 1."""
     strides = x.stride()
     if strides[-1] == 1 and 0 not in strides:
         return x
