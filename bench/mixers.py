@@ -6,7 +6,8 @@
 
 Kernels are judged in the first of their configurations that fits: tuning would take minutes for each dtype. A layer has
 GPT-2's width, 768 channels and 12 heads, and runs forward and backward in bf16, tuned. `ours` is the same layer here by
-mixer=fla, `chunked` by mixer=chunked. Rows go to bench/results/mixers-<device>.json, with two tables beside it.
+mixer=fla, `compiled` that under torch.compile, `chunked` by mixer=chunked. Rows go to
+bench/results/mixers-<device>.json, with two tables beside it.
 """
 
 import gc
@@ -69,12 +70,11 @@ def judged(name: str, dtype: str) -> Row:
 
 def timed(name: str, tokens: int) -> Iterator[Row]:
     """Milliseconds and GiB of a layer's forward and backward pass over one sequence."""
-    layers = {
-        "package": packages_layer(name, CHANNELS, HEADS),
-        **{way: build_mixer(name, CHANNELS, HEADS, mixer) for way, mixer in (("ours", "fla"), ("chunked", "chunked"))},
-    }
+    ours, chunked = (build_mixer(name, CHANNELS, HEADS, mixer).cuda() for mixer in ("fla", "chunked"))
+    package, compiled = packages_layer(name, CHANNELS, HEADS).cuda(), torch.compile(ours, dynamic=False)
+    layers: dict[str, Any] = {"package": package, "ours": ours, "compiled": compiled, "chunked": chunked}
     x = torch.randn(1, tokens, CHANNELS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    passes = {way: partial(forward_backward, layer.cuda(), x) for way, layer in layers.items()}
+    passes = {way: partial(forward_backward, layer, x) for way, layer in layers.items()}
     peaks = {}
     for way, run in passes.items():
         run()
@@ -109,10 +109,10 @@ def times(rows: Sequence[Row]) -> str:
     layers = {(row["mixer"], row["tokens"], row["way"]): row for row in rows if row["part"] == "layer"}
     lines = []
     for name, tokens in dict.fromkeys((name, tokens) for name, tokens, _ in layers):
-        ways = [layers[name, tokens, way] for way in ("package", "ours", "chunked")]
-        cells = [f"{row['ms']:.2f} ms, {row['gib']:.1f} GiB" for row in ways]
-        lines.append([f"`{name}`", f"{tokens:,}", *cells, f"{ways[1]['ms'] / ways[0]['ms']:.2f}"])
-    head = ["mixer", "tokens", "the package's layer", "mixer=fla", "mixer=chunked", "fla / package's"]
+        package, *ours = (layers[name, tokens, way] for way in ("package", "ours", "compiled", "chunked"))
+        cells = [f"{row['ms']:.2f} ms ({row['ms'] / package['ms']:.2f}), {row['gib']:.1f} GiB" for row in ours]
+        lines.append([f"`{name}`", f"{tokens:,}", f"{package['ms']:.2f} ms, {package['gib']:.1f} GiB", *cells])
+    head = ["mixer", "tokens", "the package's layer", "mixer=fla", "mixer=fla, compiled", "mixer=chunked"]
     return markdown_table(head, lines)
 
 

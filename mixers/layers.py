@@ -84,16 +84,15 @@ class ShortConvolution(nn.Module):
         if before is None:
             before = x.new_zeros(B, TAPS - 1, channels)
         inputs = torch.cat([before.to(x.dtype), x], dim=1)
-        out = x * self.weight[:, -1].to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        out = x * weight[:, -1] if self.bias is None else torch.addcmul(self.bias.to(x.dtype), x, weight[:, -1])
         numbers = None if documents is None else F.pad(documents, (TAPS - 1, 0), mode="replicate")
         for back in range(1, TAPS):
             earlier = inputs[:, TAPS - 1 - back : TAPS - 1 - back + T]
             if documents is not None and numbers is not None:
                 same = numbers[:, TAPS - 1 - back : TAPS - 1 - back + T] == documents
                 earlier = torch.where(same[..., None], earlier, 0)
-            out = out + earlier * self.weight[:, -1 - back].to(x.dtype)
-        if self.bias is not None:
-            out = out + self.bias.to(x.dtype)
+            out = torch.addcmul(out, earlier, weight[:, -1 - back])
         return F.silu(out), inputs[:, T:]
 
 
@@ -170,32 +169,32 @@ class LinearAttention(RecurrentLayer):
         qkv, inputs = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1), None
         if self.conv is not None:
             qkv, inputs = self.conv(qkv, documents, before.inputs)
-        keys = self.n_heads * self.key_dim
-        q, k, v = qkv.split([keys, keys, self.n_heads * self.value_dim], dim=-1)
-        q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
-        q, k = self.prepared(q, k, before.tokens, documents)
+        keys = 2 * self.n_heads * self.key_dim
+        qk, v = qkv[..., :keys].unflatten(-1, (-1, self.key_dim)), qkv[..., keys:].unflatten(-1, (-1, self.value_dim))
+        qk = self.prepared(qk, before.tokens, documents)
+        q, k, v = (y.transpose(1, 2) for y in (*qk.chunk(2, dim=2), v))  # (B, H, T, D)
         beta = None if self.b_proj is None else self.b_proj(x).float().sigmoid().transpose(1, 2)
         log_decay = None if self.decay is None else self.decay(x)
         out, recurrent = self.mixed(q, k, v, before, documents, log_decay=log_decay, beta=beta)
-        out = rms_norm(out.transpose(1, 2)) * self.o_norm  # (B, T, H, V)
+        out = rms_norm(out.transpose(1, 2), self.o_norm)  # (B, T, H, V)
         if self.g_proj is not None:
             gate = self.g_proj(x).unflatten(-1, (self.n_heads, -1)).float()
             out = out * (F.silu(gate) if self.kind.gate == "silu" else gate.sigmoid())
         return self.o_proj(out.to(x.dtype).flatten(-2)), MixerState(recurrent, inputs, before.tokens + T)
 
-    def prepared(self, q: Tensor, k: Tensor, tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys (B, H, T, K) as the recurrence takes them; tokens (B,) came before."""
+    def prepared(self, x: Tensor, tokens: Tensor, documents: Tensor | None) -> Tensor:
+        """Queries and keys x (B, T, 2 H, K) as the recurrence takes them; tokens (B,) came before."""
         if self.kind.keys == "l2":
-            return unit(q), unit(k)
+            return unit(x)
         if self.kind.keys == "elu":
-            return F.elu(q) + 1, F.elu(k) + 1
+            return F.elu(x) + 1
         if self.kind.keys == "rotary":
-            positions = tokens[:, None] + torch.arange(q.shape[2], device=q.device)  # (B, T)
+            positions = tokens[:, None] + torch.arange(x.shape[1], device=x.device)  # (B, T)
             if documents is not None:
                 starts = document_starts(documents)
                 positions = positions - torch.where(starts, positions, 0).cummax(dim=1).values
-            return rotated(q, positions), rotated(k, positions)
-        return q, k
+            return rotated(x, positions)
+        return x
 
 
 class Rates(nn.Module):
@@ -298,7 +297,7 @@ class Mamba2(RecurrentLayer):
         log_decay = (-self.A_log.exp()[:, None] * steps)[..., None]
         out, recurrent = self.mixed(q, k, v, before, documents, log_decay=log_decay, beta=steps, scale=1.0)
         out = (out + self.D[:, None, None].to(v.dtype) * v).transpose(1, 2).flatten(-2)  # (B, T, 2 C)
-        out = rms_norm(out.float() * F.silu(gate.float())) * self.norm
+        out = rms_norm(out.float() * F.silu(gate.float()), self.norm)
         return self.o_proj(out.to(x.dtype)), MixerState(recurrent, inputs, before.tokens + T)
 
 
@@ -322,21 +321,22 @@ def initial_steps(count: int) -> Tensor:
     return steps + torch.log(-torch.expm1(-steps))
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    """x over the root of its last axis' mean square, in fp32."""
-    return F.rms_norm(x.float(), x.shape[-1:], eps=EPS)
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """x over the root of its last axis' mean square, times weight, in fp32."""
+    return F.rms_norm(x.float(), x.shape[-1:], weight, EPS)
 
 
 def unit(x: Tensor) -> Tensor:
-    """x (..., K) of length 1."""
-    return (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    """x (..., K) of length 1, as x / sqrt(|x|^2 + 1e-6): its norm by the mean of squares, over sqrt(K)."""
+    K = x.shape[-1]
+    return (F.rms_norm(x.float(), (K,), eps=1e-6 / K) * K**-0.5).to(x.dtype)
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """x (B, H, T, K) rotated by the angles of positions (B, T): Su et al. 2021, halves of a head as pairs."""
+    """x (B, T, H, K) rotated by the angles of positions (B, T): Su et al. 2021, halves of a head as pairs."""
     half = x.shape[-1] // 2
     frequencies = 10_000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, K / 2)
+    angles = positions[..., None, None].float() * frequencies  # (B, T, 1, K / 2)
     first, second = x.float().split(half, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
