@@ -61,6 +61,7 @@ def candidates(device: torch.device) -> dict[str, tuple[int, Attend]]:
         "flash, ALiBi": (H, lambda q, k, v: plain(q, k, v, score=alibi, slopes=slopes).out),
         "flash, one token from a cache": (H, lambda *_: plain.decode(token[:, :, :1], cache).out),
         "flash, compiled": (H, torch.compile(lambda q, k, v: plain(q, k, v).out)),
+        "q + k + v, compiled": (H, torch.compile(lambda q, k, v: q + k + v)),
         "SDPA, cuDNN": (H, cudnn),
         "SDPA, cuDNN, compiled": (H, torch.compile(cudnn)),
         "SDPA, FlashAttention-2": (H, torchs(SDPBackend.FLASH_ATTENTION)),
