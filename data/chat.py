@@ -14,7 +14,7 @@ message of the assistant after its generation prompt, the marks that end the mes
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _refuse
         return environment.from_string(self.source)
 
@@ -225,10 +225,6 @@ def chat_encoder(tokenizer: OwnTokenizer) -> Callable[[Row], Tokenised]:
         return np.array(encoding.ids, np.uint32), marks, tokenizer.lost(encoding.ids, row["text"])
 
     return encode
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, **options)
 
 
 def _refuse(message: str) -> None:

@@ -96,8 +96,10 @@ class ChatBatches(Source):
     """The training batches of one rank, from packed conversations."""
 
     def __init__(self, rows: PackedRows, global_batch: GlobalBatch, seed: int) -> None:
-        self.rows, self.global_batch, self.seed = rows, global_batch, seed
-        self._order = lru_cache(maxsize=2)(self._draw_order)
+        self.rows, self.global_batch = rows, global_batch
+        self._order = lru_cache(maxsize=2)(
+            lambda epoch: np.argsort(random_draws(seed, epoch, len(rows.rows)), kind="stable")
+        )
 
     def numbers(self, sequences: np.ndarray) -> np.ndarray:
         """The rows of sequences, which are numbered over the run."""
@@ -109,9 +111,6 @@ class ChatBatches(Source):
         first = sequences[0] // cut.sequences * cut.sequences  # of the step
         learned = max(1, self.rows.answers[self.numbers(first + np.arange(cut.sequences))].sum())
         return self.rows.stored(self.numbers(sequences), learned / (cut.ranks * cut.micro_steps))
-
-    def _draw_order(self, epoch: int) -> np.ndarray:
-        return np.argsort(random_draws(self.seed, epoch, len(self.rows.rows)), kind="stable")
 
 
 def chat_windows(rows: PackedRows, batch_size: int, count: int) -> list[Batch]:

@@ -79,7 +79,11 @@ def prepare(config: DataConfig, announce_wait: bool = True) -> PreparedData:
         for notice in corpus.notices():
             console.print(notice)
     recipe = _recipe(config, corpus)
-    folder = Path(config.cache).expanduser() / _folder_name(config, recipe)
+    # Its name leaves out format and fingerprint: after a change of text or code, new files replace the old ones.
+    lasting = {key: value for key, value in recipe.items() if key not in ("format", "source", "fingerprint")}
+    source = {key: value for key, value in recipe["source"].items() if key != "fingerprint"}
+    name = f"{config.name}-{Path(config.tokenizer).stem}-{digest([lasting, source])[:10]}"
+    folder = Path(config.cache).expanduser() / name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if find_damage(folder, recipe) is None:
@@ -114,13 +118,6 @@ def _recipe(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
     if config.tokenizer not in NAMES:
         recipe["fingerprint"] = digest(own_tokenizer.read(Path(config.tokenizer)).content)
     return recipe
-
-
-def _folder_name(config: DataConfig, recipe: dict[str, Any]) -> str:
-    # The name leaves out format and fingerprint: after a change of text or code, new files replace the old ones.
-    lasting = {key: value for key, value in recipe.items() if key not in ("format", "source", "fingerprint")}
-    source = {key: value for key, value in recipe["source"].items() if key != "fingerprint"}
-    return f"{config.name}-{Path(config.tokenizer).stem}-{digest([lasting, source])[:10]}"
 
 
 def _locked(folder: Path, console: Console, announce_wait: bool) -> AbstractContextManager[Any]:

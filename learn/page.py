@@ -67,11 +67,6 @@ def choices() -> Iterator[dict[str, Any]]:
         yield dict(zip(CHOICES, values, strict=True))
 
 
-def key_of(choice: dict[str, Any]) -> str:
-    """The key of a recording in the page."""
-    return "|".join(str(choice[name]) for name in CHOICES)
-
-
 def shown(value: float) -> str:
     """A number as the page shows it."""
     if math.isnan(value):
@@ -128,7 +123,9 @@ def compressed(value: Any) -> str:
 @torch.inference_mode()
 def render(ladder: list[Measured]) -> str:
     """The page as HTML."""
-    recordings = {key_of(choice): packed(record_choice(choice), choice) for choice in choices()}
+    recordings = {
+        "|".join(str(choice[name]) for name in CHOICES): packed(record_choice(choice), choice) for choice in choices()
+    }
     line, wrong, right = silent_error()
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),

@@ -68,7 +68,8 @@ def chunked(inputs: MixerInputs, recurrence: Recurrence, scale: float, size: int
     log_decay = inputs.log_decay if inputs.log_decay is not None else q.new_zeros(B, H, T, 1)
     G = cut(log_decay).cumsum(-2)  # (B, H, N, C, K or 1)
     into, out_of = G.exp(), (G[..., -1:, :] - G).exp()
-    decay = decay_between(G)
+    later = torch.ones(size, size, dtype=torch.bool, device=G.device).triu(1)[..., None]
+    decay = (G[..., :, None, :] - G[..., None, :, :]).masked_fill(later, float("-inf")).exp()  # exp(G_i - G_j), j <= i
     scores = weighted(q, k, decay)
     read = None  # what a token reads of the state before its chunk, before it writes
     if recurrence.delta:
@@ -86,12 +87,6 @@ def chunked(inputs: MixerInputs, recurrence: Recurrence, scale: float, size: int
     if chunks is None:
         return out[:, :, :T].to(inputs.v.dtype), state
     return out.gather(2, chunks.place[:, None, :, None].expand(B, H, T, V)).to(inputs.v.dtype), state
-
-
-def decay_between(G: Tensor) -> Tensor:
-    """exp(G_i - G_j) for j <= i, else 0: (..., C, C, K or 1) for G (..., C, K or 1)."""
-    later = torch.ones(G.shape[-2], G.shape[-2], dtype=torch.bool, device=G.device).triu(1)
-    return (G[..., :, None, :] - G[..., None, :, :]).masked_fill(later[..., None], float("-inf")).exp()
 
 
 def weighted(rows: Tensor, columns: Tensor, decay: Tensor) -> Tensor:

@@ -154,7 +154,3 @@ class Pass(NamedTuple):
             first_values,
             None if table is None else self.embedded.values[table],
         )
-
-    def masks_of(self, layer: int) -> Masks:
-        """The masks of a layer's residual dropout."""
-        return (None, None) if self.masks is None else self.masks[2 * layer : 2 * layer + 2]

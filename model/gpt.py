@@ -345,7 +345,10 @@ class GPT(nn.Module):
             x = x + rows_at(self.wpe.weight, places)
         values = tuple(lookup(table, tokens) for table in self.value_tables)
         rows = (tables or self.tables).at(places)
-        return Embedded(self.narrowed(drop(self.embed_norm(x), mask)), rows, values)
+        x = drop(self.embed_norm(x), mask)
+        if not self.computation.residual_in_fp32 and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # in which the residual stream is accumulated
+        return Embedded(x, rows, values)
 
     def embedding(self, tokens: Tensor) -> Tensor:
         """The embedding (B, T, C) of tokens (B, T)."""
@@ -373,14 +376,9 @@ class GPT(nn.Module):
             block,
             x,
             inputs.around(layer, self.config, first),
-            inputs.masks_of(layer),
+            (None, None) if inputs.masks is None else inputs.masks[2 * layer : 2 * layer + 2],
             saved=self.attend.operators if kind is Recompute.around_attention else frozenset(),
         )
-
-    def narrowed(self, x: Tensor) -> Tensor:
-        """The residual stream x in the precision in which it is accumulated."""
-        narrow = not self.computation.residual_in_fp32 and torch.is_autocast_enabled(x.device.type)
-        return x.to(torch.get_autocast_dtype(x.device.type)) if narrow else x
 
     def made_tensors(self) -> list[str]:
         """The names of the tensors that layers make from their input for their scores."""

@@ -1,5 +1,6 @@
 """One drawing, two renderings: SVG for the page, and PNG. A dark page inverts the brightness of its figures."""
 
+import html
 import io
 import re
 from collections.abc import Callable, Sequence
@@ -114,7 +115,7 @@ def render_svg(chart: Chart) -> str:
     # The page decides its size; the view box keeps its proportions.
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 width="100%"', svg, count=1)
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{_attribute(chart.title)}" ', 1)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{html.escape(chart.title)}" ', 1)
 
 
 def render_png(chart: Chart) -> bytes:
@@ -185,7 +186,3 @@ def finish_steps(figure: Figure, axes: Axes, title: str) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.margins(x=0.03)
     legend(figure, axes)
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

@@ -76,21 +76,16 @@ def derive_types_once() -> None:
         alike = x.type.is_block() and y.type.is_block() and x.type.shape is y.type.shape
         return (x, y) if alike else broadcast(x, y)
 
-    def cast_others(x: Any, to: Any, rounding: str | None = None) -> Any:
-        return x if x.dtype is to and rounding is None else cast(x, to, rounding)
-
     def numpy_type_once(of: Any) -> np.dtype:
         if of.name not in numpy_types:
             numpy_types[of.name] = numpy_type(of)
         return numpy_types[of.name]
 
-    def unwrap_others(x: Any) -> Any:
-        return x if type(x) in without_constants else unwrap(x)
-
-    tl.core._unwrap_if_constexpr = unwrap_others
+    tl.core._unwrap_if_constexpr = lambda x: x if type(x) in without_constants else unwrap(x)
     tl.dtype.__eq__ = lambda x, y: x.name == y.name if type(y) is tl.dtype else equal(x, y)
     tl.block_type.__init__ = initialise_once
-    semantic.broadcast_impl_value, semantic.cast = broadcast_others, cast_others
+    semantic.broadcast_impl_value = broadcast_others
+    semantic.cast = lambda x, to, rounding=None: x if x.dtype is to and rounding is None else cast(x, to, rounding)
     semantic.computation_type_impl = cache(semantic.computation_type_impl)
     interpreter._get_np_dtype = numpy_type_once
 

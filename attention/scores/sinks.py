@@ -15,17 +15,12 @@ from ..precision import accum_dtype
 from .option import HeadTensor, ScoreOption
 
 
-def no_sinks_yet(n_heads: int, device: torch.device | str | None = None) -> Tensor:
-    """A model's initial logits (H,)."""
-    return torch.zeros(n_heads, device=device)
-
-
 class Sinks(ScoreOption):
     """a learned logit for each head joins the softmax's sum"""
 
     name = "sinks"
     in_kernels = True
-    tensor = HeadTensor("sinks", no_sinks_yet, learned=True)
+    tensor = HeadTensor("sinks", lambda n_heads, device: torch.zeros(n_heads, device=device), learned=True)
 
 
 def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -190,19 +190,15 @@ def result(run: Run, task: str | None = None) -> float | None:
     return None if right is None else 1 - right
 
 
-def task_of(runs: Sequence[Run]) -> str | None:
-    """The data set of all runs, where a probe of that name measured the share of right answers; else None."""
-    names = {str(run.option("data.name")) for run in runs}
-    name = names.pop() if len(names) == 1 else ""
-    return name if any(f"probe/{name}" in run.metrics for run in runs) else None
-
-
 def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
     """The comparisons of a plan's arms with its baseline.
 
     runs  in the sweep's folder; their names are the numbers of the plan. Others than the planned ones do not count
     """
-    planned, task = {str(one.number): one for one in [*plan.lr_runs(), *plan.seed_runs()]}, task_of(runs)
+    planned = {str(one.number): one for one in [*plan.lr_runs(), *plan.seed_runs()]}
+    data = {str(run.option("data.name")) for run in runs}
+    task = data.pop() if len(data) == 1 else None  # if it has a probe, which measured the share of right answers
+    task = task if any(f"probe/{task}" in run.metrics for run in runs) else None
     by_number = {
         int(run.name): run
         for run in runs

@@ -42,14 +42,13 @@ def _sound(runs: Sequence[Run], name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _mean(details: Sequence[Mapping[str, Any]]) -> Heat:
-    """The mean over the seeds, of those with the lengths of the first."""
-    return np.mean([d["accuracy"] for d in details if np.array_equal(d["lengths"], details[0]["lengths"])], 0)
-
-
 def _heat_chart(curves: Curves, name: str) -> Chart | None:
     recorded = {label: _sound(runs, name) for label, runs in curves.items()}
-    maps = {label: _mean(details) for label, details in recorded.items() if details}
+    maps: dict[str, Heat] = {  # the mean over the seeds, of those with the lengths of the first
+        label: np.mean([x["accuracy"] for x in details if np.array_equal(x["lengths"], details[0]["lengths"])], 0)
+        for label, details in recorded.items()
+        if details
+    }
     if not maps:
         return None
     widest = max((d for details in recorded.values() for d in details), key=lambda d: len(d["lengths"]))

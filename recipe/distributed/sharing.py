@@ -26,7 +26,7 @@ from model.further import further
 from model.gpt import GPT
 from model.linear import Linear
 from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of, shared_by
-from recipe.distributed.exchange import Exchange, FixedTree, TwoTerms, add_losses, add_shares
+from recipe.distributed.exchange import Exchange, FixedTree, TwoTerms, add_shares
 from recipe.distributed.norm import divides, local
 from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.ranks import patience
@@ -232,10 +232,6 @@ class Sharing:
         attend, rows = self.context
         inputs, targets = (take_rows(x, rows, dim=1) for x in (batch.inputs, batch.targets))
         return inputs, targets, {"attend": attend, "rows": rows, "further": after and after.rows(rows)}
-
-    def total_loss(self, losses: Sequence[Tensor]) -> Tensor:
-        """The sum of every rank's shares of a step's loss, one for each micro-step."""
-        return add_losses(losses, self.world.size)
 
     def validation_losses(self, loss_of: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> list[float]:
         """The loss of each batch, on every rank. The ranks divide the batches among them."""

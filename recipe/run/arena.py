@@ -134,13 +134,9 @@ def choose(plan: Plan, folder: Path) -> dict[str, float]:
         if not job.done:
             raise SweepError(f"{job.folder} has no result, so no learning rate can be chosen; start the sweep again.")
         assert run.lr is not None
-        losses.setdefault((run.arm, run.lr), []).append(final_loss(job.summary()))
+        summary = job.summary()
+        loss = number(summary.get("val_loss")) if summary.get("status") == "completed" else None
+        losses.setdefault((run.arm, run.lr), []).append(math.inf if loss is None else loss)
     means = sorted((statistics.fmean(of_seeds), lr, arm) for (arm, lr), of_seeds in losses.items())
     chosen = {arm: rates[0] for arm, rates in plan.lr.items() if rates}
     return chosen | {arm: lr for _, lr, arm in reversed(means)}  # where all diverge, the lowest
-
-
-def final_loss(summary: dict[str, Any]) -> float:
-    """The validation loss at the end of a run; infinite where it did not come to its end with one."""
-    loss = number(summary.get("val_loss"))
-    return math.inf if loss is None or summary.get("status") != "completed" else loss

@@ -23,7 +23,7 @@ from attention.gpu import capturing
 from data.batches import Batch
 from model.gpt import GPT
 from model.options import Recompute
-from recipe.distributed.exchange import Exchange
+from recipe.distributed.exchange import Exchange, add_losses
 from recipe.distributed.sharing import Sharing
 from recipe.errors import UserError
 from recipe.training.optimizer import set_learning_rate, update_parameters
@@ -223,7 +223,8 @@ class Trainer:
         """Update the weights from the step's gradients, then clear the gradients. Returns the step's metrics."""
         norm = self.exchange.finish() / self.scale
         # A second head has a separate loss.
-        loss, *further = (self.sharing.total_loss(part) for part in zip(*(x.reshape(-1) for x in losses), strict=True))
+        parts = zip(*(x.reshape(-1) for x in losses), strict=True)
+        loss, *further = (add_losses(part, self.world.size) for part in parts)
         overflow = ~norm.isfinite()
         # An overflow in fp16 is no failure as long as the scale can be reduced.
         failed = ~torch.stack([loss, *further]).isfinite().all() | (overflow & (self.scale <= 1))
@@ -236,7 +237,9 @@ class Trainer:
             self.average.update(self.step, skip)
         self.optimizer.zero_grad()
         if self.dtype is torch.float16:
-            self._move_scale(overflow)
+            self.growth_tracker.copy_(torch.where(overflow, 0, (self.growth_tracker + 1) % STEPS_TO_DOUBLE))
+            grow = ~overflow & (self.growth_tracker == 0)
+            self.scale.mul_(torch.where(overflow, 0.5, torch.where(grow, 2.0, 1.0)))
         return {"train/loss": loss, "optim/grad_norm": norm} | dict(zip(["train/loss_mtp"], further, strict=False))
 
     def _whole_step(self, *tensors: Tensor) -> dict[str, Tensor]:
@@ -309,11 +312,6 @@ class Trainer:
 
     def autocast(self) -> contextlib.AbstractContextManager:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)
-
-    def _move_scale(self, overflow: Tensor) -> None:
-        self.growth_tracker.copy_(torch.where(overflow, 0, (self.growth_tracker + 1) % STEPS_TO_DOUBLE))
-        grow = ~overflow & (self.growth_tracker == 0)
-        self.scale.mul_(torch.where(overflow, 0.5, torch.where(grow, 2.0, 1.0)))
 
 
 def compiled(model: GPT, in_blocks: bool) -> Callable[..., Tensor]:

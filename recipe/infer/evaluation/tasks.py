@@ -40,7 +40,9 @@ def multiple_choice(lines: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str
         right_norm.append(float(by_length.index(max(by_length)) == line["answer"]))
     metrics = {"acc": right, "acc_norm": right_norm}
     means = {name: statistics.fmean(values) for name, values in metrics.items()}
-    return means | {f"{name}_stderr": standard_error(values) for name, values in metrics.items()} | {"n": len(lines)}
+    deviations = {name: statistics.stdev(values) if len(lines) > 1 else 0.0 for name, values in metrics.items()}
+    errors = {f"{name}_stderr": deviation / math.sqrt(len(lines)) for name, deviation in deviations.items()}
+    return means | errors | {"n": len(lines)}
 
 
 def perplexity(lines: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float]:
@@ -59,11 +61,6 @@ def perplexity(lines: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, flo
 def exponential(x: float) -> float:
     """e^x; infinity beyond the largest double, such as for a text without spaces, which is one long word."""
     return math.exp(x) if x < math.log(sys.float_info.max) else math.inf
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """The standard error of the mean; 0 for a single value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def read(path: Path) -> list[dict[str, Any]]:

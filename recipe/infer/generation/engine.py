@@ -138,9 +138,11 @@ class Engine:
         launched: deque[Launched] = deque()
         while waiting or any(self.owners) or launched:
             if new := self.admit(waiting):
-                launched.append(self.launch_prefill(new))
+                self.steps.prefill(lay_out({slot: x.prompt for slot, x in new.items()}, self.slots, self.row))
+                launched.append(Launched([new.get(slot) for slot in range(self.slots)], *self.steps.copy_to_host()))
             elif any(self.owners):
-                launched.append(self.launch_decode(1 + max(computed[owner] for owner in self.owners if owner)))
+                self.steps.decode(1 + max(computed[owner] for owner in self.owners if owner))
+                launched.append(Launched(list(self.owners), *self.steps.copy_to_host()))
             if any(self.owners):
                 for slot, request in enumerate(launched[-1].owners):
                     if request is not None:
@@ -193,17 +195,6 @@ class Engine:
     def update_active(self) -> None:
         """Update the device's list of active slots."""
         self.steps.set_active([owner is not None for owner in self.owners])
-
-    def launch_prefill(self, new: dict[int, Request]) -> Launched:
-        """Compute the first tokens of prompts that have just received slots."""
-        prompts = {slot: request.prompt for slot, request in new.items()}
-        self.steps.prefill(lay_out(prompts, self.slots, self.row))
-        return Launched([new.get(slot) for slot in range(self.slots)], *self.steps.copy_to_host())
-
-    def launch_decode(self, most: int) -> Launched:
-        """Compute the next token of each sequence, the `most`-th generated one at the latest."""
-        self.steps.decode(most)
-        return Launched(list(self.owners), *self.steps.copy_to_host())
 
     def from_scratch(self, request: Request) -> int:
         """The next token, computed from the last seq_len."""
