@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,10 +9,9 @@ from torch import Tensor
 
 from recipe.training.checkpoint import load_checkpoint, save_checkpoint
 from recipe.training.step import Trainer
-from tests.recipe.training.test_loop import TRAINING, batches, build, equal, losses, weights
+from tests.recipe.training.test_loop import batches, build, equal, losses, weights
 
 DECAY = 0.3
-AVERAGED = replace(TRAINING, ema=DECAY)
 
 
 def average(trainer: Trainer) -> list[Tensor]:
@@ -22,7 +20,7 @@ def average(trainer: Trainer) -> list[Tensor]:
 
 
 def test_it_follows_its_recurrence_and_stays_where_an_update_is_skipped() -> None:
-    trainer = build(training=AVERAGED)
+    trainer = build(ema=DECAY)
     expected = weights(trainer)
     for step in range(5):
         losses(trainer, range(step, step + 1))
@@ -36,7 +34,7 @@ def test_it_follows_its_recurrence_and_stays_where_an_update_is_skipped() -> Non
 
 
 def test_training_and_evaluation_do_not_notice_it() -> None:
-    with_average, without = build(training=AVERAGED), build()
+    with_average, without = build(ema=DECAY), build()
     windows = [batches(without).stored(100).widened()]
     assert losses(with_average, range(3)) == losses(without, range(3))
     measured = with_average.measure(windows)
@@ -46,8 +44,8 @@ def test_training_and_evaluation_do_not_notice_it() -> None:
 
 
 def test_a_resumed_run_keeps_gains_or_loses_it(tmp_path: Path) -> None:
-    without, with_average = build(), build(training=AVERAGED)
-    kept, gained, lost = build(training=AVERAGED), build(training=AVERAGED), build()
+    without, lost = build(), build()
+    with_average, kept, gained = (build(ema=DECAY) for _ in range(3))
     losses(without, range(3))
     losses(with_average, range(3))
     gained.load(save_checkpoint(tmp_path / "a", without.state(), 3, keep_last=1, metadata={}))

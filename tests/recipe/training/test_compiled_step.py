@@ -10,21 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from model.gpt import Computation
 from model.loss import LossKind
-from model.options import GPTConfig, Recompute
+from model.options import Recompute
 from recipe.training.device import Precision
 from recipe.training.step import Trainer
-from tests.recipe.training.test_loop import MODEL, TRAINING, B, T, build, micro_batches
+from tests.recipe.training.test_loop import MODEL, B, T, build, micro_batches
 
 SMALL = replace(MODEL, n_layers=1, dropout=0.1)
 
 
-def trainer(
-    compile: bool, model: GPTConfig = SMALL, precision: Precision = Precision.fp32, **computation: Any
-) -> Trainer:
+def trainer(compile: bool, **options: Any) -> Trainer:
     """Of steps of two micro-batches."""
-    training = replace(TRAINING, batch_tokens=2 * B * T, precision=precision, compile=compile)
-    return build(model=model, training=training, **computation)
+    return build(**{"model": SMALL} | options, batch_tokens=2 * B * T, compile=compile)
 
 
 @pytest.mark.slow
@@ -36,7 +34,7 @@ def test_the_blocks_of_a_hybrid_are_compiled_once_for_each_kind(monkeypatch):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model = replace(SMALL, n_layers=n_layers, layers=["gdn", "attention"])
-        two = (trainer(compile, model) for compile in (True, False))
+        two = (trainer(compile, model=model) for compile in (True, False))
         loss, expected = (x.update(0, micro_batches(x, 0))["train/loss"] for x in two)
         torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -48,12 +46,10 @@ def test_the_blocks_of_a_hybrid_are_compiled_once_for_each_kind(monkeypatch):
     "options",
     [
         {
-            "loss": LossKind.chunked,
+            "computation": Computation(Recompute.block, loss=LossKind.chunked, residual_in_fp32=False),
             "precision": Precision.bf16,
-            "residual_in_fp32": False,
-            "recompute": Recompute.block,
         },
-        {"recompute": Recompute.attention},
+        {"computation": Computation(Recompute.attention)},
     ],
 )
 def test_no_step_breaks_the_graph_or_compiles_again(options, monkeypatch, caplog):

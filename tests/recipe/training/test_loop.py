@@ -32,7 +32,7 @@ from recipe.training import loop
 from recipe.training.device import OutOfMemory, Precision, oom_guard
 from recipe.training.interruption import Interruption
 from recipe.training.loop import NullRecord, Run, fit, too_large_step
-from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.optimizer import OptimizerConfig
 from recipe.training.options import TrainingConfig
 from recipe.training.recall import PositionLoss, Recall, TaskRecall
 from recipe.training.step import NonFiniteError, Trainer
@@ -48,17 +48,16 @@ OPTIMIZER = OptimizerConfig(lr=3e-3)
 def build(
     attention: AttentionConfig | None = None,
     model: GPTConfig = MODEL,
-    training: TrainingConfig = TRAINING,
     optimizer: OptimizerConfig = OPTIMIZER,
-    **computation: Any,
+    computation: Computation | None = None,
+    **training: Any,
 ) -> Trainer:
+    """A trainer whose other options are those of `training.*`."""
     torch.manual_seed(SEED)
-    attend = build_attention(attention or AttentionConfig(dropout=0.1))
-    gpt = GPT(model, 256, T, attend, Computation(**computation))
-    schedule = ScheduleConfig(warmup_steps=5)
-    return build_trainer(
-        Config(SEED, model=model, optimizer=optimizer, schedule=schedule, training=training), gpt, CPU, World()
-    )
+    gpt = GPT(model, 256, T, build_attention(attention or AttentionConfig(dropout=0.1)), computation)
+    config = Config(SEED, model=model, optimizer=optimizer, training=replace(TRAINING, **training))
+    config.schedule.warmup_steps = 5
+    return build_trainer(config, gpt, CPU, World())
 
 
 def batches(trainer: Trainer) -> Batches:
@@ -119,8 +118,8 @@ def test_the_probe_compares_with_the_masks_of_the_step() -> None:
 
 def test_accumulated_micro_batches_are_one_batch_with_the_same_masks() -> None:
     model = replace(MODEL, dropout=0.2)
-    whole = build(model=model, training=replace(TRAINING, batch_size=8))
-    parts = build(model=model, training=replace(TRAINING, batch_size=2, batch_tokens=8 * T))
+    whole = build(model=model, batch_size=8)
+    parts = build(model=model, batch_size=2, batch_tokens=8 * T)
     assert (whole.micro_steps, parts.micro_steps) == (1, 4)
     assert losses(parts, range(3)) == pytest.approx(losses(whole, range(3)), rel=1e-6)
     for a, b in zip(weights(whole), weights(parts), strict=True):
@@ -131,17 +130,14 @@ def test_accumulated_micro_batches_are_one_batch_with_the_same_masks() -> None:
 def test_a_step_that_is_not_finite_stops_before_its_update_and_is_named(culprit: str) -> None:
     trainer, reference = build(), build()
     losses(reference, range(4))
-    for step in range(8):
-        micro = micro_batches(trainer, step)
-        if step == 4:
-            poison = next(trainer.model.parameters())
-            if culprit == "gradient":
-                handle = poison.register_hook(lambda gradient: gradient * torch.nan)
-            else:
-                handle = trainer.model.ln_f.register_forward_hook(lambda *arguments: arguments[-1] * torch.inf)
-        trainer.update(step, micro)
-        if step == 4:
-            handle.remove()
+    losses(trainer, range(4))
+    if culprit == "gradient":
+        handle = next(trainer.model.parameters()).register_hook(lambda gradient: gradient * torch.nan)
+    else:
+        handle = trainer.model.ln_f.register_forward_hook(lambda *arguments: arguments[-1] * torch.inf)
+    losses(trainer, range(4, 5))
+    handle.remove()
+    losses(trainer, range(5, 8))
     # Later steps were finite again, and nothing checked in between: the first bad step is still reported and undone.
     with pytest.raises(NonFiniteError, match=r"Step 5 was not finite \(loss .*, gradient norm nan\)"):
         trainer.raise_failure()
@@ -149,7 +145,7 @@ def test_a_step_that_is_not_finite_stops_before_its_update_and_is_named(culprit:
 
 
 def test_an_overflow_of_scaled_gradients_is_skipped_with_a_smaller_scale() -> None:
-    trainer = build(training=replace(TRAINING, precision=Precision.fp16))
+    trainer = build(precision=Precision.fp16)
     trainer.scale.fill_(2.0**40)
     before = weights(trainer)
     trainer.update(0, micro_batches(trainer, 0))
@@ -163,7 +159,7 @@ def test_an_overflow_of_scaled_gradients_is_skipped_with_a_smaller_scale() -> No
 
 @pytest.mark.parametrize("precision", [Precision.bf16, Precision.fp16])
 def test_half_precision_trains_like_full_precision(precision: Precision) -> None:
-    half = losses(build(training=replace(TRAINING, precision=precision)), range(5))
+    half = losses(build(precision=precision), range(5))
     assert half == pytest.approx(losses(build(), range(5)), abs=0.02)
 
 
@@ -183,8 +179,8 @@ def test_evaluation_is_the_mean_loss_without_dropout_and_changes_nothing() -> No
 class Recorder(NullRecord):
     """Records the calls of the loop, and can run a function at a step."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(build(**options))
         self.events: list[tuple[str, int, Any]] = []
         self.at: dict[int, Any] = {}
 
@@ -202,31 +198,19 @@ class Recorder(NullRecord):
 def run(recorder: Recorder, interruption: Interruption | None = None, probes: Sequence[Recall] = ()) -> int:
     trainer = recorder.trainer
     profiler = Profiler(Path(), CPU, profile=False, start=0, steps=trainer.training.steps)
-    return fit(
-        Run(
-            trainer,
-            batches(trainer),
-            [batches(trainer).stored(100).widened()],
-            StepMeter(
-                CPU, tokens_per_step=B * T, flops_per_token_full=1.0, flops_per_token_causal=1.0, precision="fp32"
-            ),
-            None,
-            profiler,
-            recorder,
-            interruption or Interruption(),
-            recalls=probes,
-        )
-    )
+    work: dict[str, Any] = {"tokens_per_step": B * T, "flops_per_token_full": 1.0, "flops_per_token_causal": 1.0}
+    meter, windows = StepMeter(CPU, **work, precision="fp32"), [batches(trainer).stored(100).widened()]
+    parts = trainer, batches(trainer), windows, meter, None, profiler, recorder, interruption or Interruption()
+    return fit(Run(*parts, recalls=probes))
 
 
 def test_lines_evaluations_and_checkpoints_come_when_they_are_due() -> None:
-    training = replace(TRAINING, steps=11, log_every=3, eval_every=4, checkpoint_every=5)
-    recorder = Recorder(build(training=training))
+    recorder = Recorder(steps=11, log_every=3, eval_every=4, checkpoint_every=5)
     assert run(recorder) == 11
     assert recorder.steps("log") == [0, 3, 4, 5, 6, 8, 9, 10, 11]
     logged = {n: line["train/loss"] for event, n, line in recorder.events if event == "log" and n}
-    expected = losses(build(training=training), range(11))
-    assert logged == {n: expected[n - 1] for n in (3, 4, 5, 6, 8, 9, 10, 11)}  # of the line's own update
+    expected = losses(build(steps=11), range(11))
+    assert logged == {n: expected[n - 1] for n in recorder.steps("log")[1:]}  # of the line's own update
     assert recorder.steps("log", "val/loss") == [0, 4, 8, 11]
     assert recorder.steps("save") == [5, 10, 11]
     # A checkpoint is written after its step is logged, and has a validation loss only if that step was evaluated.
@@ -237,22 +221,21 @@ def test_lines_evaluations_and_checkpoints_come_when_they_are_due() -> None:
 
 
 def test_a_run_ends_at_the_first_evaluation_that_reaches_its_target() -> None:
-    training = replace(TRAINING, steps=11, log_every=100, eval_every=2, checkpoint_every=100)
-    whole = Recorder(build(training=training))
+    training = {"steps": 11, "log_every": 100, "eval_every": 2, "checkpoint_every": 100}
+    whole = Recorder(**training)
     assert run(whole) == 11
     assert whole.reached is None
     losses = {n: content["val/loss"] for event, n, content in whole.events if event == "log"}
     assert losses[6] < losses[4]
-    recorder = Recorder(build(training=replace(training, target_loss=losses[6])))
+    recorder = Recorder(**training, target_loss=losses[6])
     assert run(recorder) == 6
     assert recorder.reached == 6
     assert recorder.steps("save") == [6]
 
 
 def test_probes_come_with_every_evaluation_and_change_no_bit_of_the_training() -> None:
-    training = replace(TRAINING, steps=6, log_every=1, eval_every=3)
     model = replace(MODEL, positions=Positions.rotary, dropout=0.1)
-    plain, probed = (Recorder(build(model=model, training=training)) for _ in range(2))
+    plain, probed = (Recorder(model=model, steps=6, log_every=1, eval_every=3) for _ in range(2))
     run(plain)
     run(probed, probes=[TaskRecall(TASKS["needle"], T), PositionLoss(TEXT[:4000], T)])
     assert probed.steps("log", "probe/needle") == probed.steps("log", "probe/in_context_score") == [0, 3, 6]
@@ -267,8 +250,7 @@ def test_probes_come_with_every_evaluation_and_change_no_bit_of_the_training() -
 
 
 def test_the_time_of_logging_counts_as_training_and_that_of_saving_does_not() -> None:
-    training = replace(TRAINING, steps=9, log_every=1, eval_every=0, checkpoint_every=3)
-    recorder, pause = Recorder(build(training=training)), 0.5
+    recorder, pause = Recorder(steps=9, log_every=1, eval_every=0, checkpoint_every=3), 0.5
     recorder.at = {n: lambda: time.sleep(pause) for n in (4, 6)}  # after step 6 a checkpoint is saved
     run(recorder)
     seconds = {n: line["throughput/step_ms"] / 1e3 for event, n, line in recorder.events if event == "log" and n > 3}
@@ -278,8 +260,7 @@ def test_the_time_of_logging_counts_as_training_and_that_of_saving_does_not() ->
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number: signal.Signals) -> None:
-    training = replace(TRAINING, log_every=1, eval_every=0, checkpoint_every=1000)
-    recorder, before = Recorder(build(training=training)), signal.getsignal(number)
+    recorder, before = Recorder(log_every=1, eval_every=0, checkpoint_every=1000), signal.getsignal(number)
     handlers = []
     recorder.at[3] = lambda: os.kill(os.getpid(), number)
     recorder.at[4] = lambda: handlers.append(signal.getsignal(number))
@@ -375,9 +356,7 @@ def test_a_long_run_on_a_cpu_says_its_time_in_advance(
     """100 steps of two micro-batches, each as long as three evaluations of one; and three evaluations of four."""
     monkeypatch.setattr(loop, "time_of", lambda work: seconds)
     training = TrainingConfig(steps=100, eval_every=50)
-    trainer = SimpleNamespace(
-        device=torch.device("cpu"), world=SimpleNamespace(size=1), training=training, micro_steps=2
-    )
+    trainer = SimpleNamespace(device=CPU, world=World(), training=training, micro_steps=2)
     lines: list[str] = []
     record = SimpleNamespace(print=lines.append)
     loop.announce_cost(SimpleNamespace(trainer=trainer, windows=[None] * 4, start=0, record=record))  # type: ignore[arg-type]

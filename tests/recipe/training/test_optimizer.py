@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -202,8 +201,8 @@ def test_an_optimizer_divides_its_gradients_and_reads_its_learning_rate(name: st
 
 def train_with(optimizer: str, clip: float = 1.0) -> list[float]:
     """Losses of four steps of the trainer."""
-    training, options = replace(test_loop.TRAINING, steps=4), OptimizerConfig(optimizer, lr=0.1, clip=clip)
-    return test_loop.losses(test_loop.build(training=training, optimizer=options), range(4))
+    options = OptimizerConfig(optimizer, lr=0.1, clip=clip)
+    return test_loop.losses(test_loop.build(steps=4, optimizer=options), range(4))
 
 
 def test_the_optimizer_of_the_page_trains_and_is_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
