@@ -14,9 +14,8 @@ from attention import AttentionConfig, Score, UnsupportedAttention, build_attent
 from attention.check.subject import find
 from recipe.run.compose import checked, jobs, to_config
 from recipe.run.config import ConfigError
-from recipe.run.metrics import read_metrics
 from recipe.training.checkpoint import newest_valid, read_manifest
-from tests.programs import train
+from tests.programs import losses, rewrite, train
 
 FUNCTION = """
 import torch
@@ -92,13 +91,11 @@ def test_the_name_works_in_sweeps_and_as_a_path(folder: Path) -> None:
 
 
 def test_a_run_trains_as_naive_does_and_goes_on_with_the_same_file_alone(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, run in (("naive", "naive"), ("lib/mine.py:attend", "run")):
         assert train(*SMALL, f"attention={name}", f"hydra.run.dir={run}") == 0
-    expected, found = (
-        [line["train/loss"] for line in read_metrics(Path(x, "metrics.jsonl"))[1:]] for x in ("naive", "run")
-    )
+    expected, found = ([loss for _, loss, _ in losses(Path(run))[1:]] for run in ("naive", "run"))
     assert found == pytest.approx(expected, rel=1e-5)
     assert Path("run/mine.py").read_text() == FUNCTION
     checkpoint, _ = newest_valid(Path("run/checkpoints"))
@@ -113,19 +110,18 @@ def test_a_run_trains_as_naive_does_and_goes_on_with_the_same_file_alone(
 
     assert train("resume=run", "training.steps=3") == 0
     Path("lib/mine.py").write_text(FUNCTION + "changed = True\n")
-    assert train("resume=run", "training.steps=4") == 1
-    assert "lib/mine.py is not the attention of run/checkpoints/step-00000003" in capsys.readouterr().err
+    said = "lib/mine.py is not the attention of run/checkpoints/step-00000003"
+    assert said in refused("resume=run", "training.steps=4")
     assert train("resume=run", "training.steps=4", "attention=naive") == 0
 
 
-def test_the_copy_in_a_run_folder_is_not_imported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_copy_in_a_run_folder_is_not_imported(folder: Path, refused) -> None:
     assert train(*SMALL, "attention=lib/mine.py:attend", "hydra.run.dir=run") == 0
     for file in ("config.yaml", "overrides.yaml"):  # as a stranger might have written them
-        path = Path("run/.hydra", file)
-        path.write_text(path.read_text().replace("lib/mine.py", "run/mine.py"))
+        rewrite(Path("run/.hydra", file), "lib/mine.py", "run/mine.py")
     shutil.move("lib/helper.py", "helper.py")
-    for again in (["resume=run"], ["resume=run", "attention=run/mine.py:attend"]):
-        assert train(*again, "training.steps=3") == 1
-        assert "run/mine.py:attend lies in run, and nothing in a run folder is run" in capsys.readouterr().err
-    assert train(*SMALL, "attention=lib/mine.py:attend", "hydra.run.dir=lib") == 1
-    assert "lib/mine.py:attend lies in lib, and nothing in a run folder is run" in capsys.readouterr().err
+    for again in ([], ["attention=run/mine.py:attend"]):
+        said = refused("resume=run", *again, "training.steps=3")
+        assert "run/mine.py:attend lies in run, and nothing in a run folder is run" in said
+    said = refused(*SMALL, "attention=lib/mine.py:attend", "hydra.run.dir=lib")
+    assert "lib/mine.py:attend lies in lib, and nothing in a run folder is run" in said

@@ -18,7 +18,7 @@ from recipe.run.resume import recorded_overrides, resumed
 from recipe.run.run_folder import write_recorded
 from recipe.training.checkpoint import save_checkpoint
 from tests.data.test_untrusted import ALIASES
-from tests.programs import contents, train
+from tests.programs import contents
 
 RUNS = "ran.txt"  # the file that a stranger's code would write
 
@@ -72,13 +72,10 @@ def test_a_recorded_override_that_is_no_plain_option_is_refused_and_does_nothing
     assert "\n" not in str(raised.value)
 
 
-def test_resuming_a_strangers_run_is_refused_before_hydra_reads_its_overrides(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resuming_a_strangers_run_is_refused_before_hydra_reads_its_overrides(run: Path, refused) -> None:
     record(run, "seed=1337", HOSTILE[0])
     before = contents(run)
-    assert train("resume=run", "device=cpu") == 1
-    (sentence,) = capsys.readouterr().err.splitlines()
+    (sentence,) = refused("resume=run", "device=cpu").splitlines()
     assert sentence.startswith("error: run/.hydra/overrides.yaml holds +hydra.callbacks.x={_target_:torch.hub.load")
     assert not Path(RUNS).exists()
     assert contents(run) == before

@@ -25,18 +25,17 @@ SMALL = [
 def folder(here: Path) -> Path:
     """The working directory: a text, and a run of three steps in `run`."""
     shutil.copy(os.__file__, "text.txt")
-    assert train(*SMALL, "training.steps=3", "hydra.run.dir=run") == 0
+    assert train(*SMALL, "training.steps=3", "seed=1", "hydra.run.dir=run") == 0
     return here
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_resume_leaves_the_run_as_it_was(folder: Path, refused) -> None:
     before, run = contents(folder), contents(folder / "run")
-    assert train("resume=run", "training.steps=6", "seq_len=64") == 1  # twice the tokens of a step
-    assert "set training.batch_tokens=" in capsys.readouterr().err
+    # Twice the tokens of a step.
+    assert "set training.batch_tokens=" in refused("resume=run", "training.steps=6", "seq_len=64")
     assert contents(folder) == before
     Path("text.txt").write_text("Another text. " * 2000)
-    assert train("resume=run", "training.steps=6") == 1
-    assert "The text of data=text has changed" in capsys.readouterr().err
+    assert "The text of data=text has changed" in refused("resume=run", "training.steps=6")
     assert contents(folder / "run") == run
     shutil.copy(os.__file__, "text.txt")
     assert train("resume=run", "training.steps=5") == 0
@@ -46,44 +45,36 @@ def test_a_refused_resume_leaves_the_run_as_it_was(folder: Path, capsys: pytest.
 
 
 def test_a_second_run_in_the_folder_of_one_that_runs_is_refused_and_changes_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    again = [*SMALL, "seed=9", "hydra.run.dir=run"]
     with locked(Path("run")):
         before = contents(folder)
-        for arguments in (["resume=run", "seed=9"], [*SMALL, "seed=9", "hydra.run.dir=run", "resume=auto"]):
-            assert train(*arguments) == 1
-            assert "run belongs to a run that is still running" in capsys.readouterr().err
+        for arguments in (["resume=run", "seed=9"], [*again, "resume=auto"]):
+            assert "run belongs to a run that is still running" in refused(*arguments)
         # Another run begins after the command line was checked.
         monkeypatch.setattr("recipe.run.resume.check_not_running", lambda folder: None)
         monkeypatch.setattr("recipe.run.resume.check_unused", lambda folder, config: None)
-        assert train(*SMALL, "seed=9", "hydra.run.dir=run") == 1
-        assert "still running" in capsys.readouterr().err
+        assert "still running" in refused(*again)
         assert contents(folder) == before
-    assert train(*SMALL, "seed=9", "hydra.run.dir=run") == 1
-    assert "run already holds a run" in capsys.readouterr().err
+    assert "run already holds a run" in refused(*again)
     assert contents(folder) == before
 
 
 @pytest.mark.parametrize("name", [["hydra.run.dir=new"], []], ids=["named", "dated"])
-def test_a_run_that_is_refused_once_its_text_is_read_leaves_no_folder(
-    folder: Path, name: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_refused_once_its_text_is_read_leaves_no_folder(folder: Path, name: list[str], refused) -> None:
     before = contents(folder)
-    assert train(*SMALL, "seq_len=100000", *name) == 1
-    assert "lower seq_len" in capsys.readouterr().err
+    assert "lower seq_len" in refused(*SMALL, "seq_len=100000", *name)
     assert contents(folder) == before
 
 
 @pytest.mark.slow
 def test_a_full_disk_ends_in_a_sentence_with_the_way_on_and_leaves_no_half_of_a_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    one = [*SMALL, "training.steps=1"]
     for command, again, files in (
-        (
-            [*SMALL, "training.steps=1"],
-            "hydra.run.dir=new resume=auto",
-            ["tokenizer.json", "config.yaml", "summary.json"],
-        ),
+        (one, "hydra.run.dir=new resume=auto", ["tokenizer.json", "config.yaml", "summary.json"]),
         (["-m", *SMALL, "seed=1,2"], "hydra.sweep.dir=new", ["multirun.yaml", "sweep.json"]),
         (["experiment=arena", *SMALL], "hydra.sweep.dir=new", ["arena.json"]),
     ):
@@ -94,34 +85,26 @@ def test_a_full_disk_ends_in_a_sentence_with_the_way_on_and_leaves_no_half_of_a_
                     raise OSError(errno.ENOSPC, "No space left on device")
 
             monkeypatch.setattr("data.atomic.to_disk", to_disk)
-            assert train(*command, again.split()[0]) == 1
             said = "error: new could not be written (No space left on device); free some space there, and repeat the "
-            assert capsys.readouterr().err == f"{said}command with {again}.\n"
+            assert refused(*command, again.split()[0]) == f"{said}command with {again}.\n"
             assert [path for path in Path("new").rglob("*") if name in path.name] == []
         monkeypatch.setattr("data.atomic.to_disk", lambda file: file.flush())
-        if "-m" not in command and "experiment=arena" not in command:
-            assert train(*command, *again.split()) == 0
+        if command is one:
+            assert train(*one, *again.split()) == 0
         shutil.rmtree("new")
 
 
-def sweep_folder(folder: Path) -> None:
-    """multirun/0, as a sweep over two seeds leaves it whose first job is complete."""
-    assert train(*SMALL, "training.steps=3", "seed=1", "hydra.run.dir=sweep/0") == 0
-    (folder / "sweep" / "sweep.json").write_text('{"group": "g", "jobs": []}')
-    (folder / "sweep" / "multirun.yaml").write_text("seed: 1\n")
-
-
-def test_a_sweep_in_the_folder_of_another_is_refused_and_changes_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep_folder(folder)
+def test_a_sweep_in_the_folder_of_another_is_refused_and_changes_nothing(folder: Path, refused) -> None:
+    """A sweep over two seeds, whose first job is complete."""
+    shutil.move("run", "sweep/0")
+    Path("sweep/sweep.json").write_text('{"group": "g", "jobs": []}')
+    Path("sweep/multirun.yaml").write_text("seed: 1\n")
     before = contents(folder)
-    assert train("-m", *SMALL, "training.steps=3", "seed=3,4", "hydra.sweep.dir=sweep") == 1
-    assert "sweep/0 holds the run of" in capsys.readouterr().err
+    again = ["-m", *SMALL, "training.steps=3", "hydra.sweep.dir=sweep"]
+    assert "sweep/0 holds the run of" in refused(*again, "seed=3,4")
     assert contents(folder) == before
     for running in ("sweep", "sweep/0"):
         with locked(Path(running)):
             before = contents(folder)
-            assert train("-m", *SMALL, "training.steps=3", "seed=1,2", "hydra.sweep.dir=sweep") == 1
-            assert f"{running} belongs to a run that is still running" in capsys.readouterr().err
+            assert f"{running} belongs to a run that is still running" in refused(*again, "seed=1,2")
             assert contents(folder) == before
