@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,17 @@ from recipe.run.metrics import read_metrics
 ROOT = Path(__file__).parents[1]
 
 
-def started(*arguments: str | Path, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """A process of Python with these arguments, in a folder, once it has ended."""
-    return subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+def started(*arguments: str | Path, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A process of Python with these arguments and further variables, in a folder, once it has ended."""
+    command, environment = [sys.executable, *arguments], os.environ | variables
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def completed(*arguments: str | Path, folder: Path = ROOT, **variables: str) -> str:
+    """What such a process prints that ends well."""
+    done = started(*arguments, folder=folder, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def train(*arguments: str) -> int:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,10 +13,9 @@ import compare
 from recipe.compare import page
 from recipe.compare.runs import ReportError
 from recipe.errors import UserError
+from tests.programs import completed, started
 from tests.recipe.compare.synthetic import write_run, write_runs
 from tests.recipe.run.test_wandb_thread import StandIn
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -66,15 +64,12 @@ def test_torch_is_not_needed(sweep):
         "sys.meta_path.insert(0, Blocked)\n"
         f"import compare; compare.main([{str(sweep)!r}])"
     )
-    started = {**os.environ, "PYTHONPATH": ""}  # not forked from a process that has torch
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=started, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    completed("-c", code, PYTHONPATH="")  # not forked from a process that has torch
     assert (sweep / "report" / "index.html").is_file()
 
 
 def test_failures_are_one_sentence_and_a_status(tmp_path, forked):
-    command = [sys.executable, str(ROOT / "compare.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = started("compare.py", tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("error: no runs found in ")
 
@@ -147,7 +142,6 @@ def test_a_wandb_that_hangs_costs_a_limited_time(sweep, forked, monkeypatch):
     (sweep.parent / "wandb.py").write_text(
         "import atexit, time\natexit.register(time.sleep, 100)\ndef Settings(**_): raise RuntimeError('no server')\n"
     )
-    command = [sys.executable, str(ROOT / "compare.py"), str(sweep), "wandb=online"]
     monkeypatch.setenv("PYTHONPATH", str(sweep.parent), prepend=os.pathsep)
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert "W&B has stopped (RuntimeError: no server); the report on disk is complete." in done.stdout
+    said = completed("compare.py", sweep, "wandb=online")
+    assert "W&B has stopped (RuntimeError: no server); the report on disk is complete." in said

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +11,10 @@ import torch
 from attention import IMPLEMENTATIONS, AttentionConfig, build_attention
 from model.gpt import GPT
 from model.options import GPTConfig
+from recipe.run.metrics import read_metrics
 from recipe.training import recall
+from tests.programs import ROOT, completed
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "add-an-attention.md").read_text()
 VARIANTS = (ROOT / "docs" / "variants.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))  # for users; lab notes are in docs/notes/
@@ -42,16 +39,9 @@ def test_the_attention_of_the_page_trains_from_a_file_and_agrees_with_naive(tmp_
         *("training.batch_size=2", "training.eval_every=0", "training.sample_tokens=0", "schedule.warmup_steps=0"),
         "hydra.run.dir=run",
     ]
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *command.split(), *small],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "attention=mine.py:RowsAttention" in done.stdout
-    probed = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    said = completed(ROOT / "train.py", *command.split(), *small, folder=tmp_path)
+    assert "attention=mine.py:RowsAttention" in said
+    probed = read_metrics(tmp_path / "run" / "metrics.jsonl")
     errors = [record["parity/grad_rel_err"] for record in probed if "parity/grad_rel_err" in record]
     assert len(errors) == 2
     assert 0 < max(errors) < 1e-5

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 
 import eval
 import sample
 from attention import AttentionConfig, build_attention
 from data.options import DataConfig, Documents
 from data.prepare import prepare
-from data.tokenizers import bytes_tokenizer, save_tokenizer
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from recipe.errors import UserError, refusals, sentence_of
@@ -28,14 +26,15 @@ from recipe.infer.evaluation.tasks import run_file
 from recipe.infer.trained import ModelChoice, load_trained
 from recipe.run.config import Config
 from recipe.run.run_folder import locked
-from recipe.run.tracker import TrackingConfig, TrackingMode
-from recipe.training.checkpoint import save_checkpoint
+from recipe.run.tracker import TrackingMode
 from recipe.training.device import cpu_memory_limit
+from tests import handmade
+from tests.handmade import TOKENIZER
 from tests.limits import data_gib
+from tests.lines import write_lines
 from tests.programs import summary
 
-TOKENIZER, T = bytes_tokenizer(), 24
-END = TOKENIZER.eot_token
+T, END = 24, TOKENIZER.eot_token
 MODELS = {
     positions.value: GPTConfig(n_layers=1, n_heads=2, n_embd=32, positions=positions, bias=True)
     for positions in Positions
@@ -49,35 +48,21 @@ QUESTIONS: list[dict[str, Any]] = [
 TEXTS = ["Déjà\u2028vu.", "One text that takes more than one window of the model, and ends in the second or third."]
 
 
-def fresh(positions: str) -> GPT:
-    torch.manual_seed(0)
-    model = GPT(MODELS[positions], TOKENIZER.n_vocab, T, build_attention(AttentionConfig()))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4)
-    return model.eval()
+def fresh(positions: str = "learned") -> GPT:
+    return handmade.fresh(MODELS[positions], T)
 
 
 def make_run(folder: Path, positions: str = "learned", data: DataConfig | None = None, identity: str = "") -> Path:
     config = Config(seq_len=T, device="cpu", model=MODELS[positions], data=data or DataConfig())
-    config.tracking = TrackingConfig(mode=TrackingMode.disabled)
-    (folder / ".hydra").mkdir(parents=True)
-    OmegaConf.save(OmegaConf.structured(config), folder / ".hydra" / "config.yaml")
-    save_tokenizer(TOKENIZER, folder)
-    state = {"model": fresh(positions).state_dict(), "training": {}}
-    save_checkpoint(folder / "checkpoints", state, 5, keep_last=1, metadata={"data": identity})
-    (folder / "summary.json").write_text(json.dumps({"status": "completed", "config": {}}))
+    config.tracking.mode = TrackingMode.disabled
+    handmade.make_run(folder, config, {5: {"data": identity}})
+    (folder / "summary.json").write_text('{"status": "completed", "config": {}}')
     return folder
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
     return make_run(tmp_path / "run")
-
-
-def write(path: Path, lines: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-    return path
 
 
 def evaluated(run: Path, *arguments: str) -> dict[str, Any]:
@@ -96,7 +81,7 @@ def log_probability(model: GPT, tokens: list[int], last: int) -> float:
 
 
 def test_the_likeliest_choice_is_that_of_the_formula(run, tmp_path):
-    model, right, by_length = fresh("learned"), [], []
+    model, right, by_length = fresh(), [], []
     for line in QUESTIONS:
         start = [END, *b" "] if not line["question"] else [*line["question"].rstrip().encode(), *b" "]
         if line["question"].endswith(" "):
@@ -106,7 +91,7 @@ def test_the_likeliest_choice_is_that_of_the_formula(run, tmp_path):
         shares = [log / len(c) for log, c in zip(logs, line["choices"], strict=True)]
         right.append(logs.index(max(logs)) == line["answer"])
         by_length.append(shares.index(max(shares)) == line["answer"])
-    found = evaluated(run, f"tasks={write(tmp_path / 'quiz.jsonl', QUESTIONS)}", "batch=3")["quiz"]
+    found = evaluated(run, f"tasks={write_lines(tmp_path / 'quiz.jsonl', QUESTIONS)}", "batch=3")["quiz"]
     assert (found["acc"], found["acc_norm"], found["n"]) == (sum(right) / 4, sum(by_length) / 4, 4)
     assert 0 < sum(right) < 4 or 0 < sum(by_length) < 4  # else a constant answer would pass
     assert found["checkpoint"] == "step-00000005"
@@ -122,7 +107,7 @@ def test_where_there_is_no_terminal_lines_say_how_far_it_is(run, tmp_path, capsy
 
 
 def test_perplexities_count_each_byte_of_each_text_once(run, tmp_path):
-    model, nats = fresh("learned"), 0.0
+    model, nats = fresh(), 0.0
     for text in TEXTS:
         tokens = [END, *text.encode()]
         for i in range(1, len(tokens)):
@@ -130,7 +115,8 @@ def test_perplexities_count_each_byte_of_each_text_once(run, tmp_path):
             start = min(window * T, max(0, len(tokens) - 1 - T))
             nats -= log_probability(model, tokens[start : i + 1], 1)
     size = sum(len(text.encode()) for text in TEXTS)
-    found = evaluated(run, f"tasks={write(tmp_path / 'texts.jsonl', [{'text': t} for t in TEXTS])}", "batch=2")["texts"]
+    path = write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    found = evaluated(run, f"tasks={path}", "batch=2")["texts"]
     assert found["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
     assert found["byte_perplexity"] == pytest.approx(math.exp(nats / size), rel=1e-5)
     assert found["word_perplexity"] == pytest.approx(math.exp(nats / sum(len(t.split()) for t in TEXTS)), rel=1e-5)
@@ -158,11 +144,8 @@ def test_the_loss_on_a_text_is_cross_entropy_over_windows_of_any_length(tmp_path
 
 
 def test_results_survive_a_later_part_that_does_not_fit_in_memory(tmp_path):
-    run, text, tasks = (
-        make_run(tmp_path / "run", "rotary"),
-        tmp_path / "book.txt",
-        write(tmp_path / "a.jsonl", QUESTIONS),
-    )
+    run, text = make_run(tmp_path / "run", "rotary"), tmp_path / "book.txt"
+    tasks = write_lines(tmp_path / "a.jsonl", QUESTIONS)
     text.write_text("A line of text.\n" * 3_000)
     arguments = ["data=text", f"data.path={text}", "batch=1", "seq_len=50_000"]
     sentence = r"batch=1 and seq_len=50000 does not fit in the memory"
@@ -178,7 +161,7 @@ def test_documents_that_share_a_window_have_the_losses_of_documents_alone(tmp_pa
     config = DataConfig(documents=Documents.restart)
     run = make_run(tmp_path / "run", "rotary", config)
     documents = ["first one", "the second", "3rd"]
-    path = write(tmp_path / "docs.jsonl", [{"text": document} for document in documents])
+    path = write_lines(tmp_path / "docs.jsonl", [{"text": document} for document in documents])
     together = evaluated(run, "data=text", f"data.path={path}", f"seq_len={T}")[f"{path} seq_len={T}"]
     model = fresh("rotary")
     tokens = [t for document in documents for t in (*document.encode(), END)][:-1]
@@ -203,7 +186,7 @@ def test_without_tasks_and_data_the_validation_split_is_measured(tmp_path):
 
 
 def test_results_add_to_the_summary_and_a_run_that_goes_on_keeps_none(run, tmp_path, capsys):
-    first, second = write(tmp_path / "a.jsonl", QUESTIONS[:1]), write(tmp_path / "b.jsonl", QUESTIONS[1:])
+    first, second = write_lines(tmp_path / "a.jsonl", QUESTIONS[:1]), write_lines(tmp_path / "b.jsonl", QUESTIONS[1:])
     evaluated(run, f"tasks={first}")
     assert list(evaluated(run, f"tasks={second}", "limit=1")) == ["a", "b limit=1"]
     found = summary(run)
@@ -223,7 +206,7 @@ def test_results_add_to_the_summary_and_a_run_that_goes_on_keeps_none(run, tmp_p
 def test_lm_evals_implementation_of_a_task_gives_the_same_metrics(run, tmp_path):
     pytest.importorskip("lm_eval")
     files = {"quiz": QUESTIONS, "texts": [{"text": text} for text in TEXTS]}
-    paths = {name: write(tmp_path / f"{name}.jsonl", lines) for name, lines in files.items()}
+    paths = {name: write_lines(tmp_path / f"{name}.jsonl", lines) for name, lines in files.items()}
 
     def task(name: str, source: str, kind: str, prompt: str, target: str, *metrics: str, **more: Any) -> dict[str, Any]:
         data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(paths[source])}}}
@@ -248,7 +231,7 @@ def test_lm_evals_implementation_of_a_task_gives_the_same_metrics(run, tmp_path)
 def test_generation_is_greedy_up_to_a_stop_text_or_an_end_of_text(run, monkeypatch):
     model, prompts = LanguageModel(load_trained(run, ModelChoice(device="cpu"))), ["The sun", "", "x" * 40]
     found = Scorer(model, batch=2).generate_until([(prompt, [], 6) for prompt in prompts])
-    reference, ended = fresh("learned"), [END]
+    reference, ended = fresh(), [END]
     for prompt, text in zip(prompts, found, strict=True):
         tokens = ([*prompt.encode()] or [END])[-(T - 6) :]
         with torch.no_grad():
@@ -272,7 +255,8 @@ def test_an_exported_folder_has_the_scores_of_its_run(tmp_path, positions, capsy
     run, folder = make_run(tmp_path / "run", positions), tmp_path / "exported"
     (run / "summary.json").unlink()
     sample.main([f"run={run}", f"export={folder}"])
-    quiz, texts = write(tmp_path / "quiz.jsonl", QUESTIONS), write(tmp_path / "texts.jsonl", [{"text": TEXTS[1]}])
+    quiz = write_lines(tmp_path / "quiz.jsonl", QUESTIONS)
+    texts = write_lines(tmp_path / "texts.jsonl", [{"text": TEXTS[1]}])
     capsys.readouterr()
     lines = []
     for which in (run, folder):
@@ -307,14 +291,14 @@ def test_a_text_of_a_folder_follows_its_tokenizers_begin_token(run, tmp_path, wr
     assert first == (None if written is None else ord("b"))
     first = END if first is None else first
     scorer = Scorer(LanguageModel(load_trained(folder, ModelChoice(device="cpu"))), batch=3)
-    text, model = "A text.", fresh("learned")
+    text, model = "A text.", fresh()
     expected = log_probability(model, [first, *text.encode()], len(text))
     assert scorer.loglikelihood_rolling([text]) == pytest.approx([expected], abs=1e-4)
     assert scorer.loglikelihood([("", text)])[0][0] == pytest.approx(expected, abs=1e-4)
 
 
 def test_bits_per_byte_of_a_text_without_spaces_are_finite_and_its_word_perplexity_is_not(run, tmp_path):
-    found = evaluated(run, f"tasks={write(tmp_path / 'long.jsonl', [{'text': '木' * 400}])}")["long"]
+    found = evaluated(run, f"tasks={write_lines(tmp_path / 'long.jsonl', [{'text': '木' * 400}])}")["long"]
     assert found["word_perplexity"] == "inf"
     assert found["byte_perplexity"] == pytest.approx(2 ** found["bits_per_byte"])
 
@@ -359,15 +343,15 @@ def test_bits_per_byte_of_a_text_without_spaces_are_finite_and_its_word_perplexi
     ],
 )
 def test_texts_and_tasks_that_cannot_be_measured_are_refused_in_one_sentence(run, here, arguments, sentence):
-    write(here / "wrong.jsonl", [QUESTIONS[0], QUESTIONS[0] | {"answer": 2}])
-    write(here / "mixed.jsonl", [{"text": "a"}, QUESTIONS[0]])
+    write_lines(here / "wrong.jsonl", [QUESTIONS[0], QUESTIONS[0] | {"answer": 2}])
+    write_lines(here / "mixed.jsonl", [{"text": "a"}, QUESTIONS[0]])
     for name in ("deep.json", "deep.jsonl"):
         (here / name).write_text('{"text": ' + "[" * 100_000)
     (here / "half.jsonl").write_text(r'{"text": "a\ud800"}')
-    write(here / "long.jsonl", [{"question": "a", "choices": ["x" * 30], "answer": 0}])
+    write_lines(here / "long.jsonl", [{"question": "a", "choices": ["x" * 30], "answer": 0}])
     before = (run / "summary.json").read_bytes()
     with pytest.raises(refusals()) as raised:
-        eval.main([f"run={run}", "device=cpu", *arguments])
+        evaluated(run, *arguments)
     assert re.search(sentence, sentence_of(raised.value))
     assert "\n" not in sentence_of(raised.value)
     assert (run / "summary.json").read_bytes() == before
@@ -376,7 +360,7 @@ def test_texts_and_tasks_that_cannot_be_measured_are_refused_in_one_sentence(run
 def test_a_task_that_lm_eval_does_not_have_is_refused_with_near_names(run):
     pytest.importorskip("lm_eval")
     with pytest.raises(UserError, match=r"tasks=helaswag is not a task of lm-eval; did you mean .*hellaswag"):
-        eval.main([f"run={run}", "tasks=helaswag", "device=cpu"])
+        evaluated(run, "tasks=helaswag")
 
 
 def test_no_module_of_the_checkout_hides_the_package_evaluate_from_lm_evals_tasks():

@@ -13,7 +13,7 @@ from data.batches import eval_batches
 from recipe.distributed.world import World
 from recipe.run import compose
 from recipe.run.config import Config
-from tests.programs import ROOT, started, summary
+from tests.programs import ROOT, completed, summary
 
 EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
 
@@ -68,21 +68,14 @@ def test_a_sweep_is_one_command_and_is_not_repeated(tmp_path: Path) -> None:
         *("data=text", f"data.path={tmp_path / 'text.txt'}", "data.tokenizer=bytes", "tracking.mode=disabled"),
         *("training.steps=2", "training.eval_every=0", "schedule.warmup_steps=0", "parity.every=1"),
     ]
-    command = [str(ROOT / "train.py"), "experiment=parity", "attention=tiled", "seed=1", *small]
-
-    def sweep() -> str:
-        done = started(*command, *again, folder=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    again: list[str] = []
-    printed = sweep()
+    command = ["experiment=parity", "attention=tiled", "seed=1", *small]
+    printed = completed(ROOT / "train.py", *command, folder=tmp_path)
     (run,) = tmp_path.glob("multirun/*/*/0")
     found = summary(run)
     assert (found["status"], found["attention"], found["parity"]["checks"]) == ("completed", "tiled", 2)
     assert found["config"]["tracking"]["group"] == f"parity-{run.parts[-3]}-{run.parts[-2]}"
     assert f"python compare.py {run.parent.relative_to(tmp_path)}" in printed
 
-    again = [f"hydra.sweep.dir={run.parent}"]
-    assert "1 job, 1 of them done already" in sweep()
+    again = completed(ROOT / "train.py", *command, f"hydra.sweep.dir={run.parent}", folder=tmp_path)
+    assert "1 job, 1 of them done already" in again
     assert list(tmp_path.glob("multirun/*/*/0")) == [run]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import subprocess
-import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +22,7 @@ import eval
 import sample
 from recipe.run.config import ConfigError
 from recipe.run.launch import prepare
-from tests.programs import ROOT, losses, rewrite, summary, train
+from tests.programs import ROOT, completed, losses, rewrite, summary, train
 
 ARCHIVE = ROOT / "tests" / "fixtures" / "runs-0.2.tar.xz"
 KINDS = ["causal", "formula", "documents", "muon", "ema", "scores", "sharded"]
@@ -97,9 +95,9 @@ def test_a_sweep_does_not_go_on_with_other_defaults(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_sharded_run_resumes_on_as_many_ranks(folder: Path, recorded: dict[str, Any], forked: None) -> None:
     run = shutil.copytree(folder / "sharded", folder / "sharded-again", symlinks=True)
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    resume = [str(ROOT / "train.py"), f"resume={run.name}", f"training.steps={recorded['more']}"]
-    subprocess.run([*ranks, *resume], check=True, timeout=200)
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    resume = [f"resume={run.name}", f"training.steps={recorded['more']}"]
+    completed(*ranks, ROOT / "train.py", *resume, folder=folder)
     assert_continued(run, recorded, "sharded")
 
 
@@ -133,8 +131,7 @@ def test_an_arena_goes_on_with_further_seeds(folder: Path, forked: None) -> None
     before = [(folder / "arena" / str(n) / "summary.json").read_bytes() for n in range(4)]
     arguments = json.loads((folder / "arena" / "arena.json").read_text())["arguments"]
     arguments.remove("training.time_attention=false")  # no longer an option, and refused as an override
-    command = [sys.executable, str(ROOT / "train.py"), *arguments, "arena.seeds=3", "hydra.sweep.dir=arena"]
-    subprocess.run(command, check=True, timeout=300)
+    completed(ROOT / "train.py", *arguments, "arena.seeds=3", "hydra.sweep.dir=arena", folder=folder)
     assert [(folder / "arena" / str(n) / "summary.json").read_bytes() for n in range(4)] == before
     assert len(list((folder / "arena").glob("*/summary.json"))) == 6
     plan = json.loads((folder / "arena" / "arena.json").read_text())

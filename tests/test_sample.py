@@ -8,54 +8,38 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from omegaconf import OmegaConf
 
-from attention import IMPLEMENTATIONS, AttentionConfig, build_attention
+from attention import IMPLEMENTATIONS, Attention, AttentionConfig
 from attention.flash import paths
-from data.tokenizers import bpe_tokenizer, bytes_tokenizer, save_tokenizer
-from model.gpt import GPT
+from data.tokenizers import bpe_tokenizer, save_tokenizer
 from model.options import GPTConfig
 from recipe.errors import UserError, refusals
 from recipe.infer.trained import CheckpointChoice
 from recipe.run.config import Config, ConfigError
-from recipe.training.checkpoint import save_checkpoint
 from recipe.training.device import cpu_memory_limit
 from sample import SampleConfig, main, parse
+from tests.handmade import TOKENIZER, fresh, make_run
 from tests.limits import data_gib
+from tests.lines import write_lines
 from tests.own_attention import ScalableSoftmax
 from tests.programs import rewrite
 from tests.recipe.infer.from_scratch import expected
 
-TOKENIZER = bytes_tokenizer()
 MODEL = GPTConfig(n_layers=1, n_heads=2, n_embd=32)
 SAMPLED = ["temperature=0.5", "top_k=20", "seed=3"]
-
-
-def fresh(seed: int) -> GPT:
-    torch.manual_seed(seed)
-    model = GPT(MODEL, TOKENIZER.n_vocab, 16, build_attention(AttentionConfig()))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4)
-    return model
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
     """A run folder with the best checkpoint at step 5 and the newest at step 9."""
     config = Config(seq_len=16, device="cpu", model=MODEL, attention=AttentionConfig(dropout=0.1))
-    (tmp_path / ".hydra").mkdir()
-    OmegaConf.save(OmegaConf.structured(config), tmp_path / ".hydra" / "config.yaml")
-    save_tokenizer(TOKENIZER, tmp_path)
-    for step, val_loss in ((5, 1.0), (9, 2.0)):
-        state = {"model": fresh(step).state_dict(), "training": {}}
-        save_checkpoint(tmp_path / "checkpoints", state, step, keep_last=2, metadata={"val_loss": val_loss})
-    return tmp_path
+    return make_run(tmp_path, config, {5: {"val_loss": 1.0}, 9: {"val_loss": 2.0}})
 
 
-def continuation(step: int, prompt: list[int], tokens: int) -> str:
+def continuation(step: int, prompt: list[int], tokens: int, attend: Attention | None = None) -> str:
     """The text with which the checkpoint of `step` continues the prompt, computed without a cache."""
-    model, found = fresh(step).eval(), list[int]()
+    model, found = fresh(MODEL, 16, step), list[int]()
+    model.attend = attend or model.attend
     while len(found) < tokens and found[-1:] != [256]:
         found = expected(model, prompt, [*found, 0], temperature=0.5, top_k=20, seed=3)
     return bytes(token for token in found if token != 256).decode("utf-8", errors="replace")
@@ -120,13 +104,8 @@ def own_attention(run, monkeypatch) -> Path:
 
 
 def test_an_attention_of_another_function_samples_each_token_from_all_those_before_it(own_attention, capsys):
-    model, prompt, found = fresh(5).eval(), list(b"def "), list[int]()
-    exact = continuation(5, prompt, 20)
-    model.attend = ScalableSoftmax(AttentionConfig(ScalableSoftmax.name))
-    while len(found) < 20 and found[-1:] != [256]:
-        found = expected(model, prompt, [*found, 0], temperature=0.5, top_k=20, seed=3)
-    text = bytes(token for token in found if token != 256).decode("utf-8", errors="replace")
-    assert text != exact
+    text = continuation(5, list(b"def "), 20, ScalableSoftmax(AttentionConfig(ScalableSoftmax.name)))
+    assert text != continuation(5, list(b"def "), 20)
     main([f"run={own_attention}", "prompt=def ", "tokens=20", *SAMPLED, "device=cpu"])
     captured = capsys.readouterr()
     assert captured.out == "def " + text + "\n"
@@ -177,9 +156,8 @@ def test_the_stop_text_ends_the_continuation(run, capsys):
 
 def test_a_text_of_many_depends_on_its_prompt_and_number_alone(run, tmp_path, capsys):
     prompts = ["def ", "a", "class", "if x:", "\u2028b"]
-    lines = [json.dumps({"prompt": prompt, "id": 7}) for prompt in prompts]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    files = [f"prompts={tmp_path / 'prompts.jsonl'}", f"out={tmp_path / 'texts.jsonl'}"]
+    file = write_lines(tmp_path / "prompts.jsonl", [{"prompt": prompt, "id": 7} for prompt in prompts])
+    files = [f"prompts={file}", f"out={tmp_path / 'texts.jsonl'}"]
     main([f"run={run}", *files, "batch=2", "tokens=12", *SAMPLED])
     found = [json.loads(line) for line in (tmp_path / "texts.jsonl").open()]
     assert sorted(line["index"] for line in found) == list(range(5))
@@ -268,7 +246,7 @@ def test_a_run_is_exported_for_transformers_with_its_tokenizer_and_card(run, tmp
     main([f"run={run}", f"export={tmp_path / 'mine'}"])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mine").eval()
     tokens = torch.arange(16)[None]
-    torch.testing.assert_close(theirs(tokens).logits, fresh(5).eval()(tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(theirs(tokens).logits, fresh(MODEL, 16)(tokens), rtol=1e-4, atol=1e-4)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "mine")("déjà")["input_ids"] == list("déjà".encode())
     assert theirs.config.attn_pdrop == 0.1
     card = (tmp_path / "mine" / "README.md").read_text()

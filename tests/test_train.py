@@ -39,7 +39,7 @@ from recipe.training.parity_probe import ParityConfig
 from recipe.training.restoring import check_step_size
 from recipe.training.step import NonFiniteError, Trainer
 from tests.own_attention import ScalableSoftmax
-from tests.programs import ROOT, losses, started, summary
+from tests.programs import ROOT, completed, losses, summary
 from tests.wrong_attention import CLASSES, WRONG
 
 
@@ -109,19 +109,18 @@ def test_a_complete_run_whose_model_generates_no_text_says_so(
 def test_one_command_trains_on_real_text_and_prints_the_paths_of_its_results(tmp_path: Path, forked: None) -> None:
     small = ["data.max_tokens=200000", "seq_len=32", "model.n_layers=2", "model.n_embd=64", "training.steps=120"]
     quick = ["training.eval_every=60", "training.eval_batches=4", "schedule.warmup_steps=10", "tracking=disabled"]
-    done = started(ROOT / "train.py", *small, *quick, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    said = completed(ROOT / "train.py", *small, *quick, folder=tmp_path)
     (folder,) = tmp_path.glob("outputs/*/*-naive")
-    assert f"run folder  {folder.relative_to(tmp_path)}" in done.stdout
-    assert "step 120/120  loss" in done.stdout
-    assert "46.1k tokens, " in done.stdout  # 120 steps of 12 sequences of 32
-    assert "device=cpu (auto)  precision=fp32 (auto)" in done.stdout or torch.cuda.is_available()
+    assert f"run folder  {folder.relative_to(tmp_path)}" in said
+    assert "step 120/120  loss" in said
+    assert "46.1k tokens, " in said  # 120 steps of 12 sequences of 32
+    assert "device=cpu (auto)  precision=fp32 (auto)" in said or torch.cuda.is_available()
     first, middle, last = (line["val/loss"] for line in read_metrics(folder / "metrics.jsonl") if "val/loss" in line)
     assert first > middle > last
     assert last < 3.2
     assert {"metrics.jsonl", "summary.json", "loss.png", "checkpoints", ".hydra"} <= {p.name for p in folder.iterdir()}
     # A sample from the model is printed between the last step and the run folder.
-    sample = done.stdout.split("tokens, ")[-1].split("run folder")[0]
+    sample = said.split("tokens, ")[-1].split("run folder")[0]
     assert len(sample) > 100
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import tokenizers
@@ -39,12 +38,6 @@ def conversations(count: int) -> list[dict[str, list[dict[str, str]]]]:
         turns = [f"What is {n} + {n % 7}?", f"It is {n + n % 7}." + " Yes." * (n % 5)]
         lines.append(conversation(*turns, *(["Déjà vu 木?", "No."] if n % 3 == 0 else [])))
     return lines
-
-
-def write_lines(path: Path, lines: list[dict[str, list[dict[str, str]]]]) -> Path:
-    """A file of conversations."""
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def tokenizer(template: str | None = "llama3") -> transformers.PreTrainedTokenizerFast:

@@ -17,7 +17,8 @@ from data.feed import ChatBatches, PackedRows, best_fit, chat_windows
 from data.options import DataConfig, Documents
 from data.prepare import prepare
 from data.store import PreparedData
-from tests.toy_llama import TEMPLATES, conversation, conversations, tokenizer, write_lines
+from tests.lines import write_lines
+from tests.toy_llama import TEMPLATES, conversation, conversations, tokenizer
 
 LINES = conversations(40)
 

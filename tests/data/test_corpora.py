@@ -19,6 +19,7 @@ from data.corpora import CORPORA
 from data.errors import DataError
 from data.options import DataConfig, HubRows
 from data.prepare import prepare
+from tests.lines import write_lines
 
 SHAKESPEARE = Path(__file__).parents[2] / "../shared/data/tinyshakespeare.txt"
 
@@ -44,10 +45,6 @@ def documents(path: Path, **options) -> dict[str, list[str]]:
 
 def notices(path: Path) -> list[str]:
     return CORPORA["text"](of_text(path)).notices()
-
-
-def write_jsonl(path: Path, rows: list) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_one_file_gives_its_last_tenth_to_validation(tmp_path):
@@ -141,7 +138,7 @@ def test_stdlib_is_the_source_text_of_this_python():
     found = documents_of(DataConfig(val_fraction=0.1))
     root = Path(sysconfig.get_path("stdlib"))
     texts = set(found["train"] + found["val"])
-    assert {(root / "argparse.py").read_bytes().decode(), (root / "json/decoder.py").read_bytes().decode()} <= texts
+    assert {(root / file).read_bytes().decode() for file in ("argparse.py", "json/decoder.py")} <= texts
     assert Path(pytest.__file__).read_text() not in texts
     assert sum(map(len, set(found["train"]) & set(found["val"]))) < 1000  # some tiny modules are there twice
     assert 0.08 < sum(map(len, found["val"])) / sum(map(len, texts)) < 0.12
@@ -152,10 +149,8 @@ def test_rows_are_documents(tmp_path):
     folder = tmp_path / "brackets [1] and spaces"  # which `datasets` would take for a pattern
     folder.mkdir()
     texts = [f"document {i}" for i in range(50)]
-    write_jsonl(
-        folder / "a.jsonl", [{"text": t, "n": 1} for t in texts] + [{"text": "", "n": 2}, {"text": None, "n": 2}]
-    )
-    assert documents(folder / "a.jsonl") == {"train": texts[:46], "val": texts[46:]}
+    file = write_lines(folder / "a.jsonl", [{"text": text, "n": 1} for text in [*texts, "", None]])
+    assert documents(file) == {"train": texts[:46], "val": texts[46:]}
     datasets.Dataset.from_dict({"body": texts}).to_parquet(folder / "b.parquet")
     found = documents(folder / "b.parquet", text_field="body", val_fraction=0.5)
     assert found == {"train": texts[:25], "val": texts[25:]}
@@ -163,7 +158,7 @@ def test_rows_are_documents(tmp_path):
 
 def test_kinds_of_files_mix_in_a_folder(tmp_path):
     (tmp_path / "a.txt").write_text("plain")
-    write_jsonl(tmp_path / "b.jsonl", [{"text": "row 1"}, {"text": "row 2"}])
+    write_lines(tmp_path / "b.jsonl", [{"text": "row 1"}, {"text": "row 2"}])
     (tmp_path / "c.md").write_text("neither")
     (tmp_path / ".hidden.txt").write_text("nor this")
     found = documents(tmp_path)
@@ -172,7 +167,7 @@ def test_kinds_of_files_mix_in_a_folder(tmp_path):
 
 def test_a_stream_holds_out_documents_spread_evenly(tmp_path):
     texts = [f"document {i}" for i in range(1000)]
-    write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in texts])
+    write_lines(tmp_path / "train.jsonl", [{"text": text} for text in texts])
     found = documents_of(DataConfig(name="fineweb_edu", hub=str(tmp_path), val_fraction=0.05))
     assert found["val"] == texts[::20]
     assert found["train"] == [t for i, t in enumerate(texts) if i % 20]
@@ -182,7 +177,7 @@ def test_a_stream_holds_out_documents_spread_evenly(tmp_path):
 def test_shakespeare_is_cut_as_nanogpt_cuts_it(tmp_path):
     text = SHAKESPEARE.read_text()
     for split, start, stop in (("train", 0, 1003854), ("validation", 1003854, 1059624), ("test", 1059624, None)):
-        write_jsonl(tmp_path / f"{split}.jsonl", [{"text": text[start:stop]}])  # the splits of the data set on the hub
+        write_lines(tmp_path / f"{split}.jsonl", [{"text": text[start:stop]}])  # the splits of the data set on the hub
     config = DataConfig(name="shakespeare", hub=str(tmp_path), hub_rows=HubRows(split="train+validation+test"))
     found = documents_of(config)
     assert found == {"train": [text[: int(len(text) * 0.9)]], "val": [text[int(len(text) * 0.9) :]]}
@@ -215,7 +210,9 @@ def test_a_loading_script_is_replaced_by_the_hubs_conversion(monkeypatch):
         ("naïve".encode("latin-1"), r"a\.txt is not UTF-8 \(byte 2 is 0xef\)"),
         ("text".encode("utf-16"), r"a\.txt is binary \(byte 3 is zero\), or text that is not UTF-8"),
         (gzip.compress(b"text" * 100, mtime=0), r"a\.txt is (binary|not UTF-8) \(byte \d"),
+        (b"some words " * 500_000 + b"\xff" + b" some words" * 1000, "byte 5500000 is 0xff"),  # in the second block
     ],
+    ids=lambda value: str(value)[:20],
 )
 def test_unreadable_text_is_named(tmp_path, content, sentence):
     (tmp_path / "a.txt").write_bytes(content)
@@ -245,18 +242,20 @@ def test_files_and_folders_that_may_not_be_read_are_named_with_that_cause(reader
     (reader / "closed" / "a.txt").write_text("text")
     (reader / "closed.txt").write_text("text")
     (reader / "closed.txt").chmod(0)
-    for path in ("closed.txt", "."):
-        with pytest.raises(DataError, match=r"closed\.txt cannot be read \(Permission denied\); make it readable"):
-            documents(reader / path)
+
+    def assert_refused(sentence, *paths):
+        for path in paths:
+            with pytest.raises(DataError, match=sentence):
+                documents(reader / path)
+
+    assert_refused(r"closed\.txt cannot be read \(Permission denied\); make it readable", "closed.txt", ".")
     (reader / "closed.txt").unlink()
     (reader / "closed").chmod(0)
-    for path in ("closed", "closed/a.txt", "."):
-        with pytest.raises(DataError, match=r"closed(/a\.txt)? cannot be read \(Permission denied\); make it readable"):
-            documents(reader / path)
+    sentence = r"closed(/a\.txt)? cannot be read \(Permission denied\); make it readable"
+    assert_refused(sentence, "closed", "closed/a.txt", ".")
     (reader / "closed").chmod(0o755)
     (reader / "loop.txt").symlink_to("loop.txt")
-    with pytest.raises(DataError, match=r"loop\.txt cannot be read \(Too many levels of symbolic links\)"):
-        documents(reader / "loop.txt")
+    assert_refused(r"loop\.txt cannot be read \(Too many levels of symbolic links\)", "loop.txt")
 
 
 def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
@@ -297,8 +296,8 @@ def test_files_that_are_no_text_are_named_on_every_run_that_leaves_them_out(tmp_
 
 
 def test_dates_and_a_byte_order_mark_are_text_as_any_other(tmp_path):
-    lines = [{"text": "2020-01-01"}, {"text": "2021-02-02 and more"}, {"text": None}, {"text": "é"}]
-    written = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    texts = ["2020-01-01", "2021-02-02 and more", None, "é"]
+    written = "\n\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
     (tmp_path / "a.jsonl").write_text(written, encoding="utf-8-sig")
     found = documents(tmp_path / "a.jsonl", val_fraction=0.5)
     assert found == {"train": ["2020-01-01", "2021-02-02 and more"], "val": ["é"]}
@@ -320,12 +319,6 @@ def test_a_text_of_nothing_is_called_so(make, tmp_path):
         DataError, match=r"leaves nothing for the train split: .*text has no rows, their field 'text' is empty, or"
     ):
         prepare(of_text(tmp_path / "text", cache=str(tmp_path / "cache")))
-
-
-def test_a_bad_byte_is_named_by_its_place_in_the_file(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"some words " * 500_000 + b"\xff" + b" some words" * 1000)  # in the second block
-    with pytest.raises(DataError, match="byte 5500000 is 0xff"):
-        documents(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -374,6 +367,11 @@ def shard(tokens: list[int]) -> bytes:
     return header.tobytes() + np.array(tokens, np.uint16).tobytes()
 
 
+def write_compressed(path: Path, content: bytes) -> None:
+    with pyarrow.CompressedOutputStream(str(path), {".gz": "gzip", ".zst": "zstd"}[path.suffix]) as file:
+        file.write(content)
+
+
 def write_text(folder: Path, name: str, texts: list[str]) -> None:
     """The same documents in a file of any kind; each in a file of its own where a file holds one."""
     path = folder / name
@@ -381,11 +379,10 @@ def write_text(folder: Path, name: str, texts: list[str]) -> None:
     gpt2 = tiktoken.get_encoding("gpt2")
     if name.endswith(".parquet"):
         datasets.Dataset.from_dict({"text": texts}).to_parquet(path)
-    elif name.endswith((".jsonl", ".jsonl.gz")):
-        path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
-    elif name.endswith(".jsonl.zst"):
-        with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
-            file.write(lines)
+    elif name.endswith(".jsonl"):
+        path.write_bytes(lines)
+    elif ".jsonl." in name:
+        write_compressed(path, lines)
     elif name.endswith("_shard.bin"):  # llm.c's begin each document with an end of text
         path.write_bytes(shard([token for text in texts for token in (50256, *gpt2.encode_ordinary(text))]))
     elif name.endswith(".bin"):  # nanoGPT's end each so
@@ -393,9 +390,8 @@ def write_text(folder: Path, name: str, texts: list[str]) -> None:
         path.write_bytes(np.array(tokens, np.uint16).tobytes())
     else:
         for i, text in enumerate(texts):
-            content = text.encode()
             numbered = folder / f"{name.partition('.')[0]}-{i}.{name.partition('.')[2]}"
-            numbered.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+            numbered.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
 
 
 @pytest.mark.skipif(not os.environ.get("TIKTOKEN_CACHE_DIR"), reason="no cached GPT-2 tokens at hand")
@@ -416,14 +412,12 @@ def test_the_same_text_gives_the_same_bits_from_every_kind_of_file(tmp_path, tok
 def test_one_compressed_file_is_cut_as_the_file_itself(tmp_path, suffix):
     text = "漢字 and a line\n" * 200_000  # several blocks
     (tmp_path / "a.txt").write_text(text)
-    with pyarrow.CompressedOutputStream(
-        str(tmp_path / f"b.{suffix}"), {"gz": "gzip", "zst": "zstd"}[suffix[4:]]
-    ) as file:
-        file.write(text.encode())
-    assert documents(tmp_path / f"b.{suffix}") == documents(tmp_path / "a.txt")
-    (tmp_path / f"b.{suffix}").write_bytes((tmp_path / f"b.{suffix}").read_bytes()[:-30])
+    path = tmp_path / f"b.{suffix}"
+    write_compressed(path, text.encode())
+    assert documents(path) == documents(tmp_path / "a.txt")
+    path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(DataError, match=rf"b\.{suffix} cannot be read"):
-        documents(tmp_path / f"b.{suffix}")
+        documents(path)
 
 
 def test_nanogpts_characters_are_read_by_its_names_of_them_and_nothing_else_of_a_pickle_is(tmp_path):
@@ -442,7 +436,7 @@ def test_nanogpts_characters_are_read_by_its_names_of_them_and_nothing_else_of_a
 
 @pytest.mark.parametrize("content", [b"", b"abc", np.array([60_000], np.uint16).tobytes(), shard([1, 2, 3])[:-2]])
 def test_bytes_that_are_no_tokens_of_gpt2_are_refused(tmp_path, content):
-    (tmp_path / "train.bin").write_bytes(content)
-    (tmp_path / "val.bin").write_bytes(content)
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.bin").write_bytes(content)
     with pytest.raises(DataError, match=r"holds no 16-bit tokens of GPT-2|nothing but empty files"):
         documents(tmp_path)

@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
+from bench.machine import ROOT
 from data.errors import DataError
 from data.options import DataConfig
 from data.prepare import prepare
 from data.store import PreparedData
 from data.tokenizers import load_tokenizer
+from tests.lines import write_lines
 
-ROOT = Path(__file__).parents[2]
 TIKTOKEN_CACHE = ROOT / "../shared/data/tiktoken_cache"
 
 
@@ -317,18 +318,13 @@ def test_a_split_without_text_is_named(config):
     assert contents(config.cache) == set()
 
 
-def write_rows(path: Path, texts: list[str | None]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
 def test_repeated_documents_and_empty_rows_are_counted(config, tmp_path, capsys):
     folder = tmp_path / "named"
     folder.mkdir()
     train = [f"document {i}" for i in range(50)] + [None, ""]
     val = [f"document {i}" for i in range(45, 55)] + ["document 46", "DOCUMENT 1", None]
-    write_rows(folder / "train.jsonl", train)
-    write_rows(folder / "val.jsonl", val)
+    for split, texts in (("train", train), ("val", val)):
+        write_lines(folder / f"{split}.jsonl", [{"text": text} for text in texts])
     config.path = str(folder)
     data = prepare(config)
     both = sum(text in train for text in val if text)

@@ -21,8 +21,8 @@ from learn.flash import block_sizes
 from learn.page import CHOICES, FIRST, packed, record_choice, shown
 from learn.tracing import Recording
 from learn.why import OF_FUNCTIONS
+from tests.programs import completed
 
-ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHOICE = FIRST | {"mask": "causal", "dropout": 0.25}
 
@@ -221,9 +221,8 @@ def test_the_page_holds_every_setting_and_needs_no_network(page):
 def test_the_documentation_becomes_a_site_with_the_page_and_without_a_warning(page, tmp_path):
     """As `make docs` makes it."""
     pytest.importorskip("sphinx")
-    command = [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html"]
-    command += ["-D", f"html_extra_path={page.parent}", "docs", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
+    options = ["-q", "-E", "-W", "--keep-going", "-b", "html", "-D", f"html_extra_path={page.parent}"]
+    completed("-m", "sphinx", *options, "docs", tmp_path)
     assert "walk.html" in (tmp_path / "learn.html").read_text()
     assert (tmp_path / "walk.html").read_bytes() == page.read_bytes()
 

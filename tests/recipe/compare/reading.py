@@ -10,6 +10,7 @@ from recipe.compare.runs import Run, find_runs
 from recipe.compare.sweeps import Cell, Sweep, cells_of, sweeps_of
 from recipe.compare.tables import Table
 from recipe.run.plan import Plan, read_plan
+from tests.lines import write_lines
 
 Line = dict[str, Any]
 
@@ -45,8 +46,7 @@ def rows_of(table: Table | None) -> list[dict[str, str]]:
 def edit(run: Path, change: Callable[[Line], Line]) -> None:
     """Change each line of metrics.jsonl."""
     path = run / "metrics.jsonl"
-    lines = [change(json.loads(line)) for line in path.read_text().splitlines()]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_lines(path, [change(json.loads(line)) for line in path.read_text().splitlines()])
 
 
 def edit_summary(run: Path, change: Callable[[Line], Line]) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.lines import write_lines
+
 # The effect of rounding in one step on the loss, the largest logit and the gradient.
 ROUNDING = {
     "fp32": (2e-7, 3e-6, 1e-6),
@@ -128,11 +130,11 @@ def write_run(
                 "parity/attention_unseen": "the log-sum-exp (it is not returned)",
             }
         if line:
-            lines.append(json.dumps({"step": step} | line))
+            lines.append({"step": step} | line)
 
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
-    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    write_lines(folder / "metrics.jsonl", lines)
     content = {
         "status": status,
         "message": message,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.lines import write_lines
 from tests.recipe.compare.synthetic import write_run
 
 STEPS = 300
@@ -107,4 +108,4 @@ def write(
         for step in range(0, STEPS + 1, 50)
     ]
     lines[-1] |= {"probe/mqar": 1 - loss / 10, "probe/mqar_x2": 0.25}
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_lines(folder / "metrics.jsonl", lines)

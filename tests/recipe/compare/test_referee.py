@@ -1,7 +1,6 @@
 """The referee: audits against planted cheats, and judgements in a repository whose runs are made of numbers."""
 
 import json
-import os
 import runpy
 import shutil
 import subprocess
@@ -34,8 +33,9 @@ from recipe.infer.evaluation.text import Text
 from recipe.run.build import build_model
 from recipe.run.config import Config
 from tests.parts import built
+from tests.programs import ROOT, started
 
-ROOT, PYTHON = Path(__file__).parents[3], referee.python
+PYTHON = referee.python
 BUDGET = {"tokens": 1000, "seconds": 60, "flops": 1e6, "parameters": 500}
 SUMMARY: dict[str, Any] = {
     "status": "completed",
@@ -128,9 +128,7 @@ def test_code_that_reads_the_validation_text_ends_the_run(tmp_path, place, in_th
     run = "t = threading.Thread(target=reads.read); t.start(); t.join()" if in_thread else "reads.read()"
     (tmp_path / "train.py").write_text(f"import sys, threading\nfrom {place} import reads\n{run}\nsys.exit(7)\n")
     lists = [json.dumps(["edited"]), json.dumps([f"{tmp_path}/*/val.*"])]
-    command = [sys.executable, "-m", "recipe.compare.watched", *lists, "seed=1"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    done = started("-m", "recipe.compare.watched", *lists, "seed=1", folder=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == (READS if place == "edited" else 7), done.stderr
     assert ("edited/reads.py reads the validation text" in done.stderr) == (place == "edited")
 

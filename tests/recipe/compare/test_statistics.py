@@ -1,13 +1,13 @@
 """The statistics of arena and referee against textbooks, brute force and simulation."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy import integrate, stats
 
+from bench.machine import ROOT
 from recipe.compare import simulate
 from recipe.compare.simulate import (
     SWEEPS,
@@ -39,7 +39,6 @@ from recipe.compare.statistics import (
     signed_rank,
 )
 
-ROOT = Path(__file__).parents[3]
 # Student 1908, "The Probable Error of a Mean": additional sleep with the second drug; R prints the rest for
 # t.test(extra ~ group, paired = TRUE).
 SLEEP = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,18 +19,16 @@ from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
 from recipe.run.build import build_model
 from recipe.run.config import Config
+from tests.programs import completed
 from tests.recipe.distributed.context_ranks import CASES, COMPILED, CPU, T, attend
 from tests.recipe.distributed.test_ranks import free_port
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, forked: None) -> list[dict[str, Any]]:
     """The results of each of four ranks."""
-    folder, port = tmp_path_factory.mktemp("context"), free_port()
-    command = [sys.executable, "-m", "tests.recipe.distributed.context_ranks", str(folder), port]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=240)
+    folder = tmp_path_factory.mktemp("context")
+    completed("-m", "tests.recipe.distributed.context_ranks", folder, free_port(), OMP_NUM_THREADS="1")
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 

@@ -18,10 +18,9 @@ import torch
 
 from recipe.training.checkpoint_files import PARTIAL
 from tests.forked.server import process_of
-from tests.programs import losses, summary
+from tests.programs import ROOT, losses, summary
 from tests.recipe.training.test_resume import final_state, newest_step, steps_logged, train
 
-ROOT = Path(__file__).parents[3]
 STEPS = 120
 OVERRIDES = [
     "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +21,10 @@ from recipe.distributed.sharded_update import with_bits_of_wholes
 from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
 from recipe.run.metrics import read_metrics
+from tests.programs import completed
 from tests.recipe.distributed.several_ranks import KINDS, PARALLEL, RESUMED, local_tree, parallels
 from tests.recipe.distributed.test_ranks import free_port
 
-ROOT = Path(__file__).parents[3]
 Found = dict[int, list[dict[str, Any]]]
 
 
@@ -35,8 +32,7 @@ Found = dict[int, list[dict[str, Any]]]
 def folder(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Path:
     """The files with the results of each rank of 1, 2 and 4."""
     folder, ports = tmp_path_factory.mktemp("ranks"), [free_port() for _ in range(8)]
-    command = [sys.executable, "-m", "tests.recipe.distributed.several_ranks", str(folder), *ports]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=240)
+    completed("-m", "tests.recipe.distributed.several_ranks", folder, *ports, OMP_NUM_THREADS="1")
     return folder
 
 

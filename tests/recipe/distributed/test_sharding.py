@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from bench.machine import ROOT
 from tests.recipe.distributed.test_ranks import free_port
-
-ROOT = Path(__file__).parents[3]
 
 
 def built(folder: Path, ranks: int) -> list[dict[str, Any]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -35,10 +33,10 @@ from recipe.run.build import build_model
 from recipe.run.compose import composed, to_config
 from recipe.run.config import Config
 from recipe.run.starting import with_start
+from tests.programs import completed
 
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[3]
 VOCAB, T, SHAPES = 67, 14, 3
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default"},
@@ -400,7 +398,6 @@ def test_loading_takes_memory_for_the_model_and_one_tensor(tmp_path):
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
     config = transformers.LlamaConfig(**shape, num_key_value_heads=8, vocab_size=VOCAB)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "tests.recipe.infer.loading_memory", str(tmp_path)]
-    found = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    found = json.loads(completed("-m", "tests.recipe.infer.loading_memory", tmp_path))
     assert found["weights"] > 50 << 20
     assert found["weights"] * 0.95 < found["taken"] < found["weights"] + found["largest"] + (8 << 20)

@@ -15,8 +15,9 @@ from data.batches import Batch, GlobalBatch
 from data.feed import ChatBatches, PackedRows
 from data.prepare import prepare
 from recipe.run.recorded import read_config
+from tests.lines import write_lines
 from tests.programs import train
-from tests.toy_llama import conversations, tokenizer, write_folder, write_lines
+from tests.toy_llama import conversations, tokenizer, write_folder
 
 PAGE = (Path(__file__).parents[3] / "docs" / "finetuning.md").read_text()
 # transformers' AdamW decays other tensors, so neither decays any.

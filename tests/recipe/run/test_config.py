@@ -23,6 +23,7 @@ from recipe.run.mistakes import mistakes
 from recipe.run.wording import expected
 from recipe.training.optimizer import OPTIMIZERS, SCHEDULES
 from tests import toy_llama
+from tests.lines import write_lines
 from tests.programs import ROOT, started
 
 FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
@@ -48,7 +49,7 @@ def test_every_file_of_every_group_composes(file: Path, tmp_path: Path) -> None:
     overrides = [f"{group}={name}", *([f"data.path={tmp_path}"] if name == "text" else [])]
     if name == "chat":
         toy_llama.tokenizer().save_pretrained(tmp_path)
-        path = toy_llama.write_lines(tmp_path / "chats.jsonl", toy_llama.conversations(2))
+        path = write_lines(tmp_path / "chats.jsonl", toy_llama.conversations(2))
         overrides += [f"data.path={path}", f"data.tokenizer={tmp_path / 'tokenizer.json'}"]
     if group == "experiment":
         for job in covering(compose.jobs(overrides)):

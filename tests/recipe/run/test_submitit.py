@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from bench.machine import ROOT
 from recipe.run.compose import composed
 from recipe.run.wording import explain
 from tests.recipe.distributed.test_faults import wait_for
 from tests.recipe.training.test_resume import steps_logged
 
-ROOT = Path(__file__).parents[3]
 OVERRIDES = [
     "data=text", "data.path=text.txt", "data.cache=cache", "device=cpu", "seq_len=32", "tracking=disabled",
     "model.n_layers=1", "model.n_embd=32", "training.steps=100000", "training.log_every=1",

@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from bench.machine import ROOT
 from recipe.compare.runs import read_run
 from recipe.run.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.run.progress import ProgressLine
@@ -22,7 +23,6 @@ from tests.composing import as_it_is
 from tests.limits import files_limited_to
 from tests.recipe.training.test_checkpoint import before_each_operation
 
-ROOT = Path(__file__).parents[3]
 DISABLED = TrackingConfig(mode=TrackingMode.disabled)
 
 

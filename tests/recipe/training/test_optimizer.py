@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from attention import AttentionConfig, build_attention
+from bench.machine import ROOT
 from model.gpt import GPT
 from model.options import GPTConfig
 from recipe.distributed.exchange import TwoTerms
@@ -35,7 +35,6 @@ from recipe.training.optimizer import (
 from recipe.training.state import gather_state, restore_state
 from tests.recipe.training import test_loop
 
-ROOT = Path(__file__).parents[3]
 STEPS, PEAK = 1000, 3e-3
 ONE, NEVER = torch.tensor(1.0), torch.tensor(False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +16,12 @@ from model.gpt import GPT
 from model.options import GPTConfig
 from model.score import ScoreConfig
 from recipe.compare.parity import alone_worst
-from recipe.compare.runs import find_runs
 from recipe.compare.sweeps import Cell
 from recipe.compare.verdict import Verdict
 from recipe.training.parity import summarise, wrong_alone
 from recipe.training.parity_layers import check_layers, part
 from tests.attention.faults import batches, probed, registered
+from tests.recipe.compare.reading import Line, edit, runs_in
 from tests.recipe.compare.synthetic import write_run
 from tests.right_attention import RIGHT
 from tests.wrong_attention import FAULTS, WRONG, Fault
@@ -200,25 +199,23 @@ def test_an_error_above_what_rounding_explains_is_wrong():
 
 def test_the_page_claims_nothing_where_nothing_was_compared(tmp_path):
     folder = write_run(tmp_path / "flash", "flash", 1)
-    path = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        for name in [name for name in line if name.startswith("parity/")]:
-            del line[name]
-        line |= {"parity/attention_unseen": "layer 0 (it compares s)"}
-    lines[0] |= {"parity/attention_error": 0.0, "parity/attention_worst": ""}  # as older versions wrote it
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    (run,) = find_runs([folder]).runs
+
+    def unseen(line: Line) -> Line:
+        kept = {name: value for name, value in line.items() if not name.startswith("parity/")}
+        older = {} if line["step"] else {"parity/attention_error": 0.0, "parity/attention_worst": ""}
+        return kept | older | {"parity/attention_unseen": "layer 0 (it compares s)"}
+
+    edit(folder, unseen)
+    (run,) = runs_in(folder)
     alone = alone_worst([run])
     assert alone is not None
     assert (alone.errors, alone.agrees, alone.unseen) == ({}, None, ("layer 0 (it compares s)",))
     assert not Verdict("flash", Cell((run,), {run.name: "flash"}), alone=alone).agreements
-    assert summarise(lines) is None
+    assert summarise(run.records) is None
 
 
 def test_the_summary_and_the_report_keep_the_worst_of_every_check(tmp_path):
-    folder = write_run(tmp_path / "flash", "flash", 1, error="scale")
-    (run,) = find_runs([folder]).runs
+    (run,) = runs_in(write_run(tmp_path / "flash", "flash", 1, error="scale"))
     alone = alone_worst([run])
     assert alone is not None
     assert set(alone.errors) == {"bf16", "fp32"}

@@ -24,9 +24,8 @@ from recipe.run.resume import check_resumable
 from recipe.training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
 from recipe.training.device import computing_with
 from tests import programs
-from tests.programs import contents, losses, rewrite, summary
+from tests.programs import ROOT, contents, losses, rewrite, summary
 
-ROOT = Path(__file__).parents[3]
 STEPS = 60
 # Dropout of both kinds, three micro-batches a step, and 61 steps to four epochs: every interruption is in mid-epoch.
 OVERRIDES = [
@@ -36,10 +35,6 @@ OVERRIDES = [
     "training.log_every=1", "training.eval_every=7", "training.eval_batches=2", "training.checkpoint_every=9",
     "training.sample_tokens=0",
 ]  # fmt: skip
-
-
-def command(*overrides: str) -> list[str]:
-    return [sys.executable, str(ROOT / "train.py"), *overrides]
 
 
 def train(*overrides: str) -> None:
@@ -78,7 +73,7 @@ def where(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     text = Path(os.__file__).read_text()[:27_000]
     (folder / "text.txt").write_text(text)
-    subprocess.run(command(*OVERRIDES, "hydra.run.dir=whole"), cwd=folder, check=True, timeout=120)
+    programs.completed(ROOT / "train.py", *OVERRIDES, "hydra.run.dir=whole", folder=folder)
     return folder
 
 
@@ -115,7 +110,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, capsys: 
     """Stopped by a signal, resumed, killed, resumed."""
     run, overrides, stopped = where / "interrupted", OVERRIDES, 0
     for number in (signal.SIGTERM, signal.SIGKILL):
-        again = command(*overrides, "resume=auto", f"hydra.run.dir={run.name}")
+        again = [sys.executable, str(ROOT / "train.py"), *overrides, "resume=auto", f"hydra.run.dir={run.name}"]
         process = subprocess.Popen(again, cwd=where, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         while steps_logged(run) < stopped + 14:
             assert process.poll() is None
