@@ -1,7 +1,5 @@
 """Attention forward and backward in steps, of which tests replace one: see tests/wrong_attention."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

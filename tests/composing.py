@@ -8,8 +8,6 @@ The time of a configuration, each replacement added to those before it:
     none 70 ms   choices 60 ms   files 28 ms   merges 11 ms
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Iterator

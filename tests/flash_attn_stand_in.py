@@ -1,7 +1,5 @@
 """flash-attn 4 and torch's varlen_attn as their documentation describes them, computed by naive on any device."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

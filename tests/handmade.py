@@ -1,7 +1,5 @@
 """Run folders made by hand, without training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

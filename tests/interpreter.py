@@ -1,7 +1,5 @@
 """Triton's interpreter, in which kernels run where there is no GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Limits that the system sets, for tests of what happens at them."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A user's attention that computes another function than the reference."""
 
-from __future__ import annotations
-
 import torch
 
 from attention.naive import NaiveAttention

@@ -1,7 +1,5 @@
 """The programs as a user calls them, within this process or in another: how they end and what they leave behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Correct attention in many ways, none of which a check may accuse: RIGHT by configuration, NAMES with all others."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

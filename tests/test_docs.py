@@ -1,7 +1,5 @@
 """The code of docs/, run as its pages describe."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

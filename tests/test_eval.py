@@ -1,7 +1,5 @@
 """Evaluation of a run folder made by hand, against torch's formulas and against lm-eval where it is installed."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -61,7 +59,7 @@ def make_run(folder: Path, positions: str = "learned", data: DataConfig | None =
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tmp_path):
     return make_run(tmp_path / "run")
 
 
@@ -208,7 +206,7 @@ def test_lm_evals_implementation_of_a_task_gives_the_same_metrics(run, tmp_path)
     files = {"quiz": QUESTIONS, "texts": [{"text": text} for text in TEXTS]}
     paths = {name: write_lines(tmp_path / f"{name}.jsonl", lines) for name, lines in files.items()}
 
-    def task(name: str, source: str, kind: str, prompt: str, target: str, *metrics: str, **more: Any) -> dict[str, Any]:
+    def task(name, source, kind, prompt, target, *metrics, **more):
         data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(paths[source])}}}
         fields = {"doc_to_text": prompt, "doc_to_target": target, "metric_list": [{"metric": m} for m in metrics]}
         return {"task": name, "output_type": kind, "test_split": "test", **data, **fields, **more}

@@ -1,7 +1,5 @@
 """conf/experiment/ keeps its promises: the commands in its files, the launchers, a sweep from the command line."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 
@@ -27,7 +25,7 @@ def commands(file: Path) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
-def test_every_command_in_a_file_composes(file: Path) -> None:
+def test_every_command_in_a_file_composes(file):
     assert f"experiment={file.stem}" in commands(file)[0]
     for command in commands(file):
         compose.to_config(compose.composed(compose.jobs(command)[-1]))
@@ -38,18 +36,18 @@ def configs(experiment: str) -> list[Config]:
     return [compose.to_config(compose.composed(job)) for job in compose.jobs([f"experiment={experiment}"])]
 
 
-def test_tiles_of_the_block_size_experiment_are_square() -> None:
+def test_tiles_of_the_block_size_experiment_are_square():
     tiles = [(config.attention.block_q, config.attention.block_k) for config in configs("block_size")]
     assert tiles == [(b, b) for b in (16, 32, 64, 128)]
 
 
 @pytest.mark.parametrize("name", ["crossover", "context_length"])
-def test_a_length_changes_the_batch_and_not_the_tokens_of_a_step(name: str) -> None:
+def test_a_length_changes_the_batch_and_not_the_tokens_of_a_step(name):
     tokens = {config.seq_len * config.training.share(config.seq_len, World()).sequences for config in configs(name)}
     assert len(tokens) == 1
 
 
-def test_every_context_length_is_evaluated_on_the_same_text() -> None:
+def test_every_context_length_is_evaluated_on_the_same_text():
     text = np.arange(200_000, dtype=np.uint32)
     evaluated = set()
     for config in configs("context_length"):
@@ -61,7 +59,7 @@ def test_every_context_length_is_evaluated_on_the_same_text() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_sweep_is_one_command_and_is_not_repeated(tmp_path: Path) -> None:
+def test_a_sweep_is_one_command_and_is_not_repeated(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
     small = [
         *("model.n_layers=1", "model.n_heads=2", "model.n_embd=16", "seq_len=16", "device=cpu"),

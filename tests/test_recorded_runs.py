@@ -4,13 +4,10 @@ tests/fixtures/runs-0.2.tar.xz holds small ones of several kinds, the text they 
 commit made of them: the losses of further steps, the loss on the whole validation split, and a text.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,7 @@ ROUNDED = {"scores"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory):
     """The archive's content, which is also the current folder."""
     unpacked = tmp_path_factory.mktemp("runs")
     with tarfile.open(ARCHIVE) as archive:
@@ -41,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def recorded(folder: Path) -> dict[str, Any]:
+def recorded(folder):
     content: dict[str, Any] = json.loads((folder / "expected.json").read_text())
     return content
 
@@ -73,7 +70,7 @@ def assert_continued(run: Path, recorded: dict[str, Any], kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_resumes_with_the_same_losses(kind: str, folder: Path, recorded: dict[str, Any]) -> None:
+def test_it_resumes_with_the_same_losses(kind, folder, recorded):
     run = shutil.copytree(folder / kind, folder / f"{kind}-resumed", symlinks=True)
     # One rank computes what the two that began it compute.
     ranks = ["parallel.data=replicate"] if kind == "sharded" else []
@@ -81,7 +78,7 @@ def test_it_resumes_with_the_same_losses(kind: str, folder: Path, recorded: dict
     assert_continued(run, recorded, kind)
 
 
-def test_a_sweep_does_not_go_on_with_other_defaults(folder: Path) -> None:
+def test_a_sweep_does_not_go_on_with_other_defaults(folder):
     sweep = shutil.copytree(folder / "sweep", folder / "sweep-again", symlinks=True)
     shutil.rmtree(sweep / "3")
     common = json.loads((sweep / "sweep.json").read_text())["jobs"][0][2:]
@@ -93,7 +90,7 @@ def test_a_sweep_does_not_go_on_with_other_defaults(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sharded_run_resumes_on_as_many_ranks(folder: Path, recorded: dict[str, Any], forked: None) -> None:
+def test_a_sharded_run_resumes_on_as_many_ranks(folder, recorded, forked):
     run = shutil.copytree(folder / "sharded", folder / "sharded-again", symlinks=True)
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     resume = [f"resume={run.name}", f"training.steps={recorded['more']}"]
@@ -102,15 +99,13 @@ def test_a_sharded_run_resumes_on_as_many_ranks(folder: Path, recorded: dict[str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_continues_a_prompt(
-    kind: str, folder: Path, recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_continues_a_prompt(kind, folder, recorded, capsys):
     sample.main([f"run={kind}", "tokens=16", "temperature=0", "prompt=to be", "device=cpu"])
     assert capsys.readouterr().out == recorded["kinds"][kind]["sample"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_loss_is_the_recorded_one(kind: str, folder: Path, recorded: dict[str, Any]) -> None:
+def test_its_loss_is_the_recorded_one(kind, folder, recorded):
     expected = recorded["kinds"][kind]["eval"]
     for name in expected:
         eval.main([f"run={kind}", "device=cpu", *name.split()[1:]])
@@ -119,14 +114,14 @@ def test_its_loss_is_the_recorded_one(kind: str, folder: Path, recorded: dict[st
 
 
 @pytest.mark.parametrize(("kind", "names"), [("sweep", ("naive", "tiled")), ("arena", ("causal", "near"))])
-def test_its_runs_are_compared(kind: str, names: tuple[str, ...], folder: Path) -> None:
+def test_its_runs_are_compared(kind, names, folder):
     compare.main([kind, "wandb=disabled", "out=page"])
     page = (folder / "page" / "index.html").read_text()
     assert all(name in page for name in names)
 
 
 @pytest.mark.slow
-def test_an_arena_goes_on_with_further_seeds(folder: Path, forked: None) -> None:
+def test_an_arena_goes_on_with_further_seeds(folder, forked):
     """The runs that it has are not trained again."""
     before = [(folder / "arena" / str(n) / "summary.json").read_bytes() for n in range(4)]
     arguments = json.loads((folder / "arena" / "arena.json").read_text())["arguments"]

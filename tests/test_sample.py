@@ -1,9 +1,6 @@
 """Sampling from a run folder, made by hand so that no training is needed."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +27,7 @@ SAMPLED = ["temperature=0.5", "top_k=20", "seed=3"]
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tmp_path):
     """A run folder with the best checkpoint at step 5 and the newest at step 9."""
     config = Config(seq_len=16, device="cpu", model=MODEL, attention=AttentionConfig(dropout=0.1))
     return make_run(tmp_path, config, {5: {"val_loss": 1.0}, 9: {"val_loss": 2.0}})
@@ -96,7 +93,7 @@ def test_an_attention_that_reads_no_cache_is_named_and_leaves_decoding_to_anothe
 
 
 @pytest.fixture
-def own_attention(run, monkeypatch) -> Path:
+def own_attention(run, monkeypatch):
     """The run, trained with an attention that computes another function."""
     monkeypatch.setitem(IMPLEMENTATIONS, ScalableSoftmax.name, ScalableSoftmax)
     rewrite(run / ".hydra" / "config.yaml", "name: naive", f"name: {ScalableSoftmax.name}")

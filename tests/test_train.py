@@ -1,7 +1,5 @@
 """The whole recipe: one command, its run folder, how it ends, and that runs do not touch each other."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace
@@ -44,7 +42,7 @@ from tests.wrong_attention import CLASSES, WRONG
 
 
 @pytest.fixture
-def config(here: Path) -> Config:
+def config(here):
     """A run of seconds, on real text, below the working directory."""
     shutil.copy(os.__file__, "text.txt")
     return Config(
@@ -79,9 +77,7 @@ class EvenAttention(NaiveAttention):
         return super().attend(q, *others)
 
 
-def test_attention_of_another_function_is_recorded_as_one_and_refused_by_the_probe(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_of_another_function_is_recorded_as_one_and_refused_by_the_probe(config, monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS, ScalableSoftmax.name, ScalableSoftmax)
     other = AttentionConfig(ScalableSoftmax.name)
     run(replace(config, attention=other), "run")
@@ -95,9 +91,7 @@ def test_attention_of_another_function_is_recorded_as_one_and_refused_by_the_pro
     ]
 
 
-def test_a_complete_run_whose_model_generates_no_text_says_so(
-    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_run_whose_model_generates_no_text_says_so(config, monkeypatch, capsys):
     monkeypatch.setitem(IMPLEMENTATIONS, "even", EvenAttention)
     folder = run(replace(config, attention=AttentionConfig("even")), "even")
     assert summary(folder)["status"] == "completed"
@@ -106,7 +100,7 @@ def test_a_complete_run_whose_model_generates_no_text_says_so(
     )
 
 
-def test_one_command_trains_on_real_text_and_prints_the_paths_of_its_results(tmp_path: Path, forked: None) -> None:
+def test_one_command_trains_on_real_text_and_prints_the_paths_of_its_results(tmp_path, forked):
     small = ["data.max_tokens=200000", "seq_len=32", "model.n_layers=2", "model.n_embd=64", "training.steps=120"]
     quick = ["training.eval_every=60", "training.eval_batches=4", "schedule.warmup_steps=10", "tracking=disabled"]
     said = completed(ROOT / "train.py", *small, *quick, folder=tmp_path)
@@ -124,10 +118,8 @@ def test_one_command_trains_on_real_text_and_prints_the_paths_of_its_results(tmp
     assert len(sample) > 100
 
 
-def test_compiling_is_announced_before_it_begins(
-    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def compiling(*_: Any, **__: Any) -> torch.Tensor:
+def test_compiling_is_announced_before_it_begins(config, monkeypatch, capsys):
+    def compiling(*_, **__):
         raise InterruptedError
 
     monkeypatch.setattr(torch, "compile", lambda model, options: compiling)
@@ -137,7 +129,7 @@ def test_compiling_is_announced_before_it_begins(
     assert "compiling: the first steps and the first evaluation wait for it" in capsys.readouterr().out
 
 
-def test_the_summary_describes_the_run(config: Config) -> None:
+def test_the_summary_describes_the_run(config):
     folder = run(config, "run")
     stored, lines = summary(folder), read_metrics(folder / "metrics.jsonl")
     evaluated = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
@@ -163,7 +155,7 @@ def test_the_summary_describes_the_run(config: Config) -> None:
     assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"step-00000006", "step-00000008", "best"}
 
 
-def test_a_run_that_reaches_its_target_is_complete_and_says_what_that_took(config: Config, capsys) -> None:
+def test_a_run_that_reaches_its_target_is_complete_and_says_what_that_took(config, capsys):
     config.training = replace(config.training, target_loss=100.0)
     stored = summary(folder := run(config, "run"))
     assert (stored["status"], stored["step"], stored["steps"]) == ("completed", 4, 8)
@@ -177,7 +169,7 @@ def test_a_run_that_reaches_its_target_is_complete_and_says_what_that_took(confi
     assert summary(folder)["step"] == 8
 
 
-def test_nothing_carries_over_from_one_run_of_a_process_to_the_next(config: Config) -> None:
+def test_nothing_carries_over_from_one_run_of_a_process_to_the_next(config):
     alone = run(config, "alone")
     run(replace(config, seed=99, attention=AttentionConfig(name="tiled", dropout=0.2)), "between")
     torch.manual_seed(5)
@@ -190,7 +182,7 @@ def used_gib() -> float:
     return int(status.split("VmData:")[1].split()[0]) / 2**20
 
 
-def test_running_out_of_memory_is_in_the_summary(config: Config) -> None:
+def test_running_out_of_memory_is_in_the_summary(config):
     config.seq_len = 2048  # whose scores of 16 sequences take 0.5 GiB
     config.training = replace(config.training, batch_size=16, cpu=CPUConfig(memory_gib=used_gib() + 0.3))
     with pytest.raises(OutOfMemory, match=r"attention=naive with seq_len=2048 .* does not fit in the memory of cpu"):
@@ -201,7 +193,7 @@ def test_running_out_of_memory_is_in_the_summary(config: Config) -> None:
     assert Path("run/loss.png").exists()  # the limit applies to training only
 
 
-def test_a_model_that_does_not_fit_is_in_the_summary(config: Config) -> None:
+def test_a_model_that_does_not_fit_is_in_the_summary(config):
     config.model.n_embd = 4096
     config.training = replace(config.training, cpu=CPUConfig(memory_gib=used_gib() + 0.1))
     with pytest.raises(OutOfMemory, match=r"model\.n_embd=4096 does not fit in the memory of cpu"):
@@ -211,7 +203,7 @@ def test_a_model_that_does_not_fit_is_in_the_summary(config: Config) -> None:
     assert stored["config"]["model"]["n_embd"] == 4096
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(config: Config) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(config):
     config.optimizer.lr = 1e30
     config.schedule.warmup_steps = 0
     config.training = replace(config.training, log_every=100, checkpoint_every=1)
@@ -223,15 +215,15 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoi
     assert [path.name for path in Path("run/checkpoints").glob("step-*")] == ["step-00000001"]
 
 
-def test_a_first_step_that_is_not_finite_is_not_blamed_on_the_learning_rate(config: Config) -> None:
+def test_a_first_step_that_is_not_finite_is_not_blamed_on_the_learning_rate(config):
     config.score = ScoreConfig(formula="s * log(a[h])", learned={"a": ["h"]})
     with pytest.raises(NonFiniteError, match=r"Step 1 was not finite .*: score\.formula, the init of") as raised:
         run(config, "run")
     assert "optimizer.lr" not in str(raised.value)
 
 
-def test_a_fault_of_the_program_is_in_the_summary_too(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
+def test_a_fault_of_the_program_is_in_the_summary_too(config, monkeypatch):
+    def broken(*_):
         raise ZeroDivisionError("oh")
 
     monkeypatch.setattr(Trainer, "update", broken)
@@ -241,9 +233,7 @@ def test_a_fault_of_the_program_is_in_the_summary_too(config: Config, monkeypatc
 
 
 @pytest.mark.slow
-def test_documents_of_a_row_are_separated_in_training_evaluation_and_the_probe(
-    config: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_of_a_row_are_separated_in_training_evaluation_and_the_probe(config, capsys):
     Path("texts").mkdir()
     for n in range(40):
         (Path("texts") / f"{n}.txt").write_text(Path(os.__file__).read_text()[100 * n : 100 * n + 20 + n])
@@ -263,9 +253,7 @@ def test_documents_of_a_row_are_separated_in_training_evaluation_and_the_probe(
     assert len(at_the_start) == 3
 
 
-def test_a_window_as_long_as_the_sequences_gets_a_note_that_it_hides_nothing(
-    config: Config, capsys: pytest.CaptureFixture[str]
-):
+def test_a_window_as_long_as_the_sequences_gets_a_note_that_it_hides_nothing(config, capsys):
     score = ScoreConfig(layers=[{"window": 31}, {"window": 32}])
     run(replace(config, score=score, training=replace(config.training, steps=2, sample_tokens=0)), "run")
     told = capsys.readouterr().out
@@ -287,7 +275,7 @@ def assert_measured_again(folder: Path, *names: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(config: Config) -> None:
+def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(config):
     task = replace(
         config,
         data=DataConfig(name="needle"),
@@ -316,7 +304,7 @@ def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(confi
 
 
 @pytest.mark.slow
-def test_the_loss_by_position_of_a_text_is_measured_beyond_the_trained_length(config: Config) -> None:
+def test_the_loss_by_position_of_a_text_is_measured_beyond_the_trained_length(config):
     text = replace(config, model=replace(config.model, positions=Positions.none), probes=["position_loss", "induction"])
     found = summary(run(text, "run"))["probes"]
     assert found["position_loss"]["trained"] == 32
@@ -328,9 +316,7 @@ def test_the_loss_by_position_of_a_text_is_measured_beyond_the_trained_length(co
 
 
 @pytest.mark.slow
-def test_the_verdict_on_runs_catches_a_wrong_attention_and_accuses_no_right_one(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verdict_on_runs_catches_a_wrong_attention_and_accuses_no_right_one(config, monkeypatch):
     wrong = WRONG["mask_ignores_layer"]
     for cls in CLASSES:
         monkeypatch.setitem(IMPLEMENTATIONS, cls.name, cls)
@@ -349,13 +335,13 @@ def test_the_verdict_on_runs_catches_a_wrong_attention_and_accuses_no_right_one(
     assert probe.ratio > 100
 
 
-def test_documents_need_a_text_that_has_several(config: Config) -> None:
+def test_documents_need_a_text_that_has_several(config):
     config = replace(config, data=replace(config.data, documents=Documents.mask))
     with pytest.raises(UserError, match=r"data.documents=mask has no effect on data=text, .* is one document"):
         run(config, "one")
 
 
-def test_a_step_that_changed_with_the_ranks_alone_is_refused() -> None:
+def test_a_step_that_changed_with_the_ranks_alone_is_refused():
     training = TrainingConfig(batch_size=4, precision=Precision.fp32)
     gpt = GPT(GPTConfig(n_layers=1, n_heads=1, n_embd=8), 256, 32, build_attention(AttentionConfig()))
     trainer = build_trainer(Config(training=training), gpt, torch.device("cpu"), World(size=4))

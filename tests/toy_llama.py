@@ -1,7 +1,5 @@
 """A toy Llama as transformers writes it, with a tokenizer that has a chat template, and conversations for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import tokenizers

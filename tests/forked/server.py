@@ -5,8 +5,6 @@ comes. A command gets its arguments, environment, folder, input and output. A co
 for a variable that libraries read when they are imported.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """A forked command behaves like a started one; those of test_resume.py and test_submitit.py get signals."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -29,9 +27,7 @@ def shown(command: list[str], folder: Path) -> tuple[int, str, str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, no command is forked")
-def test_a_forked_command_is_given_and_leaves_what_a_started_one_does(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_forked_command_is_given_and_leaves_what_a_started_one_does(tmp_path, request):
     (tmp_path / "shows.py").write_text(SHOWS)
     commands = [["shows.py"], ["-m", "shows"], ["-c", SHOWS], ["-u", "shows.py"]]
     started = [shown(command, tmp_path) for command in commands]
@@ -44,7 +40,7 @@ def test_a_forked_command_is_given_and_leaves_what_a_started_one_does(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_command_whose_libraries_would_read_other_variables_is_started() -> None:
+def test_a_command_whose_libraries_would_read_other_variables_is_started():
     show = "import sys; print('torch' in sys.modules)"
     printed = [
         subprocess.check_output([sys.executable, "-c", show], env=os.environ | {"OMP_NUM_THREADS": threads})

@@ -3,8 +3,6 @@
 python -m tests.recipe.distributed.building cpu|cuda <folder>, with torchrun's variables
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -3,8 +3,6 @@
 python -m tests.recipe.distributed.context_ranks <folder> <port>
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

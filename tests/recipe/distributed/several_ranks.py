@@ -3,8 +3,6 @@
 python -m tests.recipe.distributed.several_ranks <folder> <8 ports>
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

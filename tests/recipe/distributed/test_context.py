@@ -1,9 +1,5 @@
 """A sequence spread over ranks is attended to as in one process, with the same dropout masks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +21,7 @@ from tests.recipe.distributed.test_ranks import free_port
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, forked: None) -> list[dict[str, Any]]:
+def found(tmp_path_factory, forked):
     """The results of each of four ranks."""
     folder = tmp_path_factory.mktemp("context")
     completed("-m", "tests.recipe.distributed.context_ranks", folder, free_port(), OMP_NUM_THREADS="1")
@@ -42,9 +38,7 @@ def assembled(parts: list[Tensor], by: ContextBy) -> Tensor:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("by", [ContextBy.heads, ContextBy.keys])
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_that_share_a_sequence_attend_as_one(
-    found: list[dict[str, Any]], case: str, by: ContextBy, size: int
-) -> None:
+def test_ranks_that_share_a_sequence_attend_as_one(found, case, by, size):
     H, H_kv, *_ = CASES[case]
     if by is ContextBy.heads and (H % size or H_kv % size):
         assert shared_by(H, H_kv, size) is ContextBy.keys
@@ -62,13 +56,13 @@ def test_ranks_that_share_a_sequence_attend_as_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ContextBy)
-def test_compiled_as_one_graph_it_gives_the_same(found: list[dict[str, Any]], by: ContextBy) -> None:
+def test_compiled_as_one_graph_it_gives_the_same(found, by):
     for rank in found[:2]:
         compiled, plain = rank[f"compiled by {by.value}"], rank[f"{COMPILED[by]}, 2 by {by.value}"]
         assert all(torch.equal(compiled[name], plain[name]) for name in plain)
 
 
-def test_ranks_that_share_a_sequence_refuse_tensors_that_are_made_from_the_input() -> None:
+def test_ranks_that_share_a_sequence_refuse_tensors_that_are_made_from_the_input():
     gates = ScoreConfig(formula="s + c[h, i] - c[h, j]", tensors={"c": "model.forget_gate"})
     config, world = Config(score=gates, parallel=ParallelConfig(context=2)), World(rank=0, size=2, context=2)
     model = build_model(config, 256, CPU, torch.float32, world)
@@ -80,7 +74,7 @@ def test_ranks_that_share_a_sequence_refuse_tensors_that_are_made_from_the_input
         dist.destroy_process_group()
 
 
-def test_every_row_has_one_rank_and_causal_work_is_shared_evenly() -> None:
+def test_every_row_has_one_rank_and_causal_work_is_shared_evenly():
     rows = [rows_of(rank, 4, T, ContextBy.keys) for rank in range(4)]
     places = torch.cat([torch.arange(*part) for own in rows for part in own])
     assert places.sort().values.tolist() == list(range(T))

@@ -1,7 +1,5 @@
 """Several ranks lose nothing when one of them is killed or interrupted, and resume as one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -77,7 +75,7 @@ def kill_during_a_save(run: Path, torchrun: subprocess.Popen[bytes]) -> set[str]
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_killed_rank_and_an_interrupted_one_lose_nothing(here: Path) -> None:
+def test_a_killed_rank_and_an_interrupted_one_lose_nothing(here):
     """torchrun starts the ranks again after a kill in a save; after the signal all stop, and one goes on alone."""
     shutil.copy(os.__file__, "text.txt")
     run, whole = Path("run"), Path("whole")

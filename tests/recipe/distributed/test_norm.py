@@ -1,14 +1,12 @@
 """The norm of gradients in pieces against torch's of all elements."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
 from recipe.distributed.norm import PIECE, Norm
 
 
-def test_the_norm_of_pieces_is_that_of_all_elements_also_without_a_gradient() -> None:
+def test_the_norm_of_pieces_is_that_of_all_elements_also_without_a_gradient():
     generator = torch.Generator().manual_seed(0)
     shapes = [(4 * PIECE // 32, 32), (3, PIECE), (5,), ()]
     parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]

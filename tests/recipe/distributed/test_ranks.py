@@ -1,12 +1,9 @@
 """Ranks find each other or name the missing one, and notice when one disappears."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ def free_port() -> str:
 
 
 @pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> str:
+def address(monkeypatch):
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", port)
@@ -37,20 +34,18 @@ def join(world: World) -> None:
         raise AssertionError("nobody else is there")
 
 
-def test_the_first_rank_names_those_that_did_not_come(address: str) -> None:
+def test_the_first_rank_names_those_that_did_not_come(address):
     with pytest.raises(RankError, match=rf"Rank 0 of 3 waited 0\.5 s at {address}, and ranks 1, 2 did not join"):
         join(World(0, 3))
 
 
-def test_another_rank_reports_that_the_first_did_not_come(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_rank_reports_that_the_first_did_not_come(address, capfd):
     with pytest.raises(RankError, match=rf"Rank 1 of 2 waited 0\.5 s at {address}, and rank 0 did not join"):
         join(World(1, 2))
     assert "frame #" not in capfd.readouterr().err
 
 
-def test_a_rank_without_an_address_is_refused_with_the_command_that_starts_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_without_an_address_is_refused_with_the_command_that_starts_ranks(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RankError, match=r"RANK=1 of WORLD_SIZE=2 needs MASTER_ADDR.*torchrun"):
         join(World(1, 2))
@@ -60,9 +55,7 @@ def test_a_rank_without_an_address_is_refused_with_the_command_that_starts_ranks
     ("nodes", "first"),
     [("gpu7", "gpu7"), ("gpu[03-07,12],login1", "gpu03"), ("a1,b[2-3]", "a1"), ("rack2-gpu[9]", "rack2-gpu9")],
 )
-def test_the_tasks_of_a_slurm_step_meet_on_its_first_node(
-    monkeypatch: pytest.MonkeyPatch, nodes: str, first: str
-) -> None:
+def test_the_tasks_of_a_slurm_step_meet_on_its_first_node(monkeypatch, nodes, first):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     slurm = {"PROCID": "5", "STEP_NUM_TASKS": "8", "LOCALID": "1", "JOB_ID": "123", "STEP_ID": "0"}
@@ -72,7 +65,7 @@ def test_the_tasks_of_a_slurm_step_meet_on_its_first_node(
     assert _address() == (first, 22_300)
 
 
-def test_a_process_outside_a_slurm_step_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_outside_a_slurm_step_is_alone(monkeypatch):
     """The shell of an allocation has the job's variables but no task's."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "4")
@@ -94,7 +87,7 @@ with joined(World.from_environment(), torch.device("cpu"), 20):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_rank_that_is_killed_is_named_by_the_others() -> None:
+def test_a_rank_that_is_killed_is_named_by_the_others():
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "3"}
     ranks = [
         subprocess.Popen(
@@ -107,7 +100,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others() -> None:
         assert f"RankError: Rank {rank} lost rank 1 in the middle of the run" in said[rank][0]
 
 
-def test_torchrun_ends_with_the_sentence_of_the_rank_that_failed(monkeypatch, tmp_path, capsys) -> None:
+def test_torchrun_ends_with_the_sentence_of_the_rank_that_failed(monkeypatch, tmp_path, capsys):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     with pytest.raises(SystemExit) as ended:
@@ -119,7 +112,7 @@ def test_torchrun_ends_with_the_sentence_of_the_rank_that_failed(monkeypatch, tm
 
 
 @pytest.mark.usefixtures("forked")
-def test_under_torchrun_a_mistake_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
+def test_under_torchrun_a_mistake_of_all_ranks_is_printed_once(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = started(*torchrun, ROOT / "train.py", "seq_len=abc", "device=cpu", folder=tmp_path)
     assert done.returncode != 0

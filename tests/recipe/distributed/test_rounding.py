@@ -1,7 +1,5 @@
 """A model that computes with rounded copies of its matrices has the losses and gradients of autocast, bit for bit."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 
@@ -43,7 +41,7 @@ def loss(model: GPT, dtype: torch.dtype) -> Tensor:
     ("recompute", "dtype"), [(Recompute.none, torch.bfloat16), (Recompute.block, torch.float16)], ids=["none", "block"]
 )
 @pytest.mark.parametrize("name", ["gpt2", *PARTS, "forgetting"])
-def test_copies_have_the_losses_and_gradients_of_autocast(name: str, recompute: Recompute, dtype: torch.dtype) -> None:
+def test_copies_have_the_losses_and_gradients_of_autocast(name, recompute, dtype):
     config = PARTS.get(name, GPTConfig(n_layers=2, n_heads=2, n_embd=32, bias=True))
     computation = Computation(recompute, dtype=dtype)
     whole = build(config, FORGETTING if name == "forgetting" else None, computation)
@@ -62,7 +60,7 @@ def test_copies_have_the_losses_and_gradients_of_autocast(name: str, recompute: 
         assert torch.equal(gradient.float(), p.grad), parameter
 
 
-def test_everything_but_the_matrices_of_linear_layers_is_shared() -> None:
+def test_everything_but_the_matrices_of_linear_layers_is_shared():
     whole = build(PARTS["everything"], FORGETTING)
     computing = with_others(whole, {p: rounded(p, torch.bfloat16) for p in rounded_by_autocast(whole)})
     assert computing.attend is whole.attend
@@ -72,7 +70,7 @@ def test_everything_but_the_matrices_of_linear_layers_is_shared() -> None:
     assert all(b is c for b, c in zip(whole.buffers(), computing.buffers(), strict=True))
 
 
-def test_copies_of_a_model_have_its_attention_itself() -> None:
+def test_copies_of_a_model_have_its_attention_itself():
     """It may hold what no copy can have."""
     whole = build(GPTConfig(n_layers=1, n_heads=2, n_embd=32))
     whole.attend.held = threading.Lock()  # type: ignore[attr-defined]

@@ -1,9 +1,6 @@
 """One, two and four ranks are the same training: losses, norms and weights, bit for bit."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +26,7 @@ Found = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Path:
+def folder(tmp_path_factory, forked):
     """The files with the results of each rank of 1, 2 and 4."""
     folder, ports = tmp_path_factory.mktemp("ranks"), [free_port() for _ in range(8)]
     completed("-m", "tests.recipe.distributed.several_ranks", folder, *ports, OMP_NUM_THREADS="1")
@@ -37,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Found:
+def found(folder):
     """The results of each rank of 1, 2 and 4; under 0 those of a run continued on 4, 2, 1 and again 4 ranks."""
     found = {
         size: [json.loads((folder / f"{rank}-of-{size}.json").read_text()) for rank in range(size)]
@@ -48,7 +45,7 @@ def found(folder: Path) -> Found:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
-def test_terms_that_come_one_by_one_are_added_in_a_tree(count: int) -> None:
+def test_terms_that_come_one_by_one_are_added_in_a_tree(count):
     terms = list(torch.randn(count, 1000, generator=torch.Generator().manual_seed(count)))
     counter = Counter()
     for term in terms:
@@ -58,7 +55,7 @@ def test_terms_that_come_one_by_one_are_added_in_a_tree(count: int) -> None:
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_pass_over_the_terms_of_all_ranks_adds_them_in_a_tree(dtype: torch.dtype) -> None:
+def test_one_pass_over_the_terms_of_all_ranks_adds_them_in_a_tree(dtype):
     from recipe.distributed.pairwise_kernel import launch_add_pairwise
 
     for ranks in range(1, 10):
@@ -70,7 +67,7 @@ def test_one_pass_over_the_terms_of_all_ranks_adds_them_in_a_tree(dtype: torch.d
         assert torch.equal(add_pairwise(terms, torch.empty(1500)), out)
 
 
-def test_an_optimizer_that_derives_from_adamw_keeps_its_update() -> None:
+def test_an_optimizer_that_derives_from_adamw_keeps_its_update():
     class Other(torch.optim.AdamW):
         pass
 
@@ -81,7 +78,7 @@ def test_an_optimizer_that_derives_from_adamw_keeps_its_update() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Found, kind: str) -> None:
+def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found, kind):
     (alone,), (sizes, _) = found[1], KINDS[kind]
     expected = alone[f"exact, {kind}"]
     assert len({loss for loss, _ in expected["updates"]}) == len(expected["updates"]) > 1
@@ -93,24 +90,24 @@ def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Fou
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_replicate_under_autocast_compute_with_rounded_copies(found: Found, size: int) -> None:
+def test_ranks_that_replicate_under_autocast_compute_with_rounded_copies(found, size):
     assert all(rank["rounded"] > 2 * 2 * 128 * 32 for rank in found[size])  # elements: the MLPs' matrices and others
 
 
 @pytest.mark.slow
-def test_replicated_ranks_share_the_moments_of_matrices(found: Found) -> None:
+def test_replicated_ranks_share_the_moments_of_matrices(found):
     for size in (1, 2, 4):
         assert all(1 <= size * rank["part of the moments"] < 1 + 0.03 * size for rank in found[size])
 
 
 @pytest.mark.slow
-def test_ranks_that_share_sequences_give_up_after_the_timeout_of_the_run(found: Found) -> None:
+def test_ranks_that_share_sequences_give_up_after_the_timeout_of_the_run(found):
     assert [rank["seconds of patience"] for rank in found[4]] == [PATIENCE_S] * 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_with_different_configurations_are_all_refused(found: Found, size: int) -> None:
+def test_ranks_with_different_configurations_are_all_refused(found, size):
     assert "refused" not in found[1][0]
     for rank in found[size]:
         assert rank["refused"].startswith("Rank 1 has another optimizer than rank 0")
@@ -119,7 +116,7 @@ def test_ranks_with_different_configurations_are_all_refused(found: Found, size:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RESUMED)
-def test_checkpoints_are_read_on_another_number_of_ranks(found: Found, kind: str) -> None:
+def test_checkpoints_are_read_on_another_number_of_ranks(found, kind):
     """From four sharded ranks to two, from two to one, from one to four replicated ranks. In bf16 all are replicated:
     each has the fp32 weights of its rows alone."""
     alone = found[1][0][f"{kind} to the end"]
@@ -131,8 +128,8 @@ def test_checkpoints_are_read_on_another_number_of_ranks(found: Found, kind: str
 
 
 @pytest.mark.slow
-def test_a_run_on_several_ranks_probes_evaluates_and_samples_as_on_one_and_is_profiled(folder: Path) -> None:
-    def run(size: int) -> tuple[list[dict[str, Any]], str]:
+def test_a_run_on_several_ranks_probes_evaluates_and_samples_as_on_one_and_is_profiled(folder):
+    def run(size):
         """What a run logs, but for its speed, and the text that its model writes."""
         lines = read_metrics(folder / f"run-{size}" / "metrics.jsonl")
         timed = ("throughput/", "memory/", "profile/")
@@ -152,7 +149,7 @@ def test_a_run_on_several_ranks_probes_evaluates_and_samples_as_on_one_and_is_pr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["", "muon"])
-def test_sums_of_three_ranks_differ_by_rounding_alone(folder: Path, found: Found, kind: str) -> None:
+def test_sums_of_three_ranks_differ_by_rounding_alone(folder, found, kind):
     (alone,) = found[1]
     for rank in range(3):
         updates = json.loads((folder / f"{rank}-of-3.json").read_text())
@@ -165,7 +162,7 @@ def test_sums_of_three_ranks_differ_by_rounding_alone(folder: Path, found: Found
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["heads, ", "keys, sharded, "])
-def test_shared_sequences_differ_by_rounding_alone(found: Found, name: str) -> None:
+def test_shared_sequences_differ_by_rounding_alone(found, name):
     """Other dropout masks would make a larger difference; test_context.py compares what each row gets."""
     (alone,) = found[1]
     exact = alone["exact, "]
@@ -177,7 +174,7 @@ def test_shared_sequences_differ_by_rounding_alone(found: Found, name: str) -> N
         assert float.fromhex(rank[name]["validation"]) == pytest.approx(validation, abs=1e-4)
 
 
-def test_torchs_adamw_keeps_its_update_of_a_cpus_shards_where_it_has_options_that_ours_lacks() -> None:
+def test_torchs_adamw_keeps_its_update_of_a_cpus_shards_where_it_has_options_that_ours_lacks():
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))

@@ -1,7 +1,5 @@
 """Sharded ranks begin with the weights of one process, and none of them has ever had them all."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -29,7 +27,7 @@ def built(folder: Path, ranks: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_rank_takes_memory_for_its_shards_and_has_the_weights_of_one_process(tmp_path: Path) -> None:
+def test_a_rank_takes_memory_for_its_shards_and_has_the_weights_of_one_process(tmp_path):
     """The first rank, whose host draws the weights, has them all there; the other one has half."""
     (alone,), (first, second) = built(tmp_path, 1), built(tmp_path, 2)
     assert first["digest"] == second["digest"] == alone["digest"]

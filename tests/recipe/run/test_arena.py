@@ -3,8 +3,6 @@
 A list stands for the processes, and gives each job a loss that its overrides decide.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +40,7 @@ class Jobs:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def start(tmp_path, monkeypatch):
     """start(*overrides, ends={number: summary}): one start of the sweep in tmp_path; returns its jobs.
 
     Learning rates are tried on one seed.
@@ -50,7 +48,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("recipe.run.plan.LR_SEEDS", 1)
 
-    def run(*overrides: str, ends: dict[int, dict[str, Any]] | None = None) -> Jobs:
+    def run(*overrides, ends=None):
         arguments = [*ARGUMENTS, *overrides]
         jobs: Any = Jobs(tmp_path)
         jobs.ends = ends or {}
@@ -60,7 +58,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_learning_rates_come_first_and_each_arm_then_uses_its_best(start, tmp_path: Path) -> None:
+def test_learning_rates_come_first_and_each_arm_then_uses_its_best(start, tmp_path):
     launched = start("arena.seeds=2").launched
     (first, ahead, tried), (second, last, runs) = launched
     assert (first, ahead, len(tried)) == (0, 4, 6)
@@ -73,8 +71,8 @@ def test_learning_rates_come_first_and_each_arm_then_uses_its_best(start, tmp_pa
     assert plan.chosen == BEST
 
 
-def test_the_plan_is_written_before_the_first_run(start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> None:
+def test_the_plan_is_written_before_the_first_run(start, tmp_path, monkeypatch):
+    def fails(*_, **__):
         raise SystemExit(1)
 
     monkeypatch.setattr(Jobs, "run", fails)
@@ -86,7 +84,7 @@ def test_the_plan_is_written_before_the_first_run(start, tmp_path: Path, monkeyp
     assert plan.common == ["experiment=arena"]
 
 
-def test_seeds_are_added_to_what_is_done(start, tmp_path: Path) -> None:
+def test_seeds_are_added_to_what_is_done(start, tmp_path):
     start("arena.seeds=2")
     start("arena.seeds=2")  # is no look
     ((first, _, runs),) = start("arena.seeds=4").launched
@@ -105,19 +103,19 @@ def test_seeds_are_added_to_what_is_done(start, tmp_path: Path) -> None:
             start("arena.seeds=4", changed)
 
 
-def test_a_learning_rate_that_diverges_is_not_chosen(start, tmp_path: Path) -> None:
+def test_a_learning_rate_that_diverges_is_not_chosen(start, tmp_path):
     start("arena.seeds=2", ends={1: {"status": "failed", "non_finite_step": 7, "val_loss": None}})
     plan = read_plan(tmp_path)
     assert plan is not None
     assert plan.chosen["causal"] != BEST["causal"]
 
 
-def test_no_learning_rate_is_chosen_where_a_run_has_no_result(start) -> None:
+def test_no_learning_rate_is_chosen_where_a_run_has_no_result(start):
     with pytest.raises(SweepError, match="has no result, so no learning rate can be chosen"):
         start("arena.seeds=2", ends={1: {"status": "interrupted"}})
 
 
 @pytest.mark.parametrize(("factors", "rate"), [("[]", None), ("[2]", "0.006")])
-def test_no_factor_leaves_the_learning_rate_alone_and_one_is_taken_without_a_try(start, factors, rate) -> None:
+def test_no_factor_leaves_the_learning_rate_alone_and_one_is_taken_without_a_try(start, factors, rate):
     ((_, _, jobs),) = start("arena.seeds=2", f"arena.lr={factors}").launched
     assert {job.get("optimizer.lr") for job in jobs} == {rate}

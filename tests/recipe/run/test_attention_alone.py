@@ -1,7 +1,5 @@
 """The memory of the attention alone."""
 
-from __future__ import annotations
-
 import resource
 from dataclasses import replace
 
@@ -62,6 +60,6 @@ def test_a_memory_limit_on_a_cpu_holds_during_the_block_and_not_afterwards():
 
 
 @pytest.mark.parametrize("score", [Score(window=4), Score(alibi=True), Score(sinks=True)])
-def test_every_score_is_measured(score: Score) -> None:
+def test_every_score_is_measured(score):
     attend = build_attention(AttentionConfig())
     assert attention_peak(attend, replace(SHAPE, scores=(score,)), 1, 64) >= attention_peak(attend, SHAPE, 1, 64)

@@ -1,7 +1,5 @@
 """attention=<file>.py:<name>: an attention trains, resumes and samples without a line in the repository."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from pathlib import Path
@@ -43,7 +41,7 @@ SMALL = [
 
 
 @pytest.fixture
-def folder(here: Path) -> Path:
+def folder(here):
     """The working directory: a text, and the function in a folder."""
     Path("text.txt").write_text("to be or not to be, that is the question\n" * 200)
     Path("lib").mkdir()
@@ -52,7 +50,7 @@ def folder(here: Path) -> Path:
     return here
 
 
-def test_a_function_has_the_features_of_its_parameters(folder: Path) -> None:
+def test_a_function_has_the_features_of_its_parameters(folder):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 9, 8) for heads in (4, 2, 2))
     of_file, naive = (build_attention(AttentionConfig(name)) for name in ("lib/mine.py:attend", "naive"))
@@ -71,28 +69,26 @@ def test_a_function_has_the_features_of_its_parameters(folder: Path) -> None:
             build_attention(wrong)
 
 
-def test_a_file_may_import_from_the_current_folder(folder: Path) -> None:
+def test_a_file_may_import_from_the_current_folder(folder):
     Path("nearby.py").write_text(HELPER)
     Path("lib/far.py").write_text(FUNCTION.replace("helper", "nearby"))
     assert build_attention(AttentionConfig("lib/far.py:attend")).exact
 
 
-def test_a_function_claims_the_same_in_a_run_and_in_a_check(folder: Path) -> None:
+def test_a_function_claims_the_same_in_a_run_and_in_a_check(folder):
     Path("lib/other.py").write_text(FUNCTION + "attend.exact = False\n")
     for name, exact in (("lib/mine.py:attend", True), ("lib/other.py:attend", False)):
         assert build_attention(AttentionConfig(name)).exact == find(name).exact == exact
 
 
-def test_the_name_works_in_sweeps_and_as_a_path(folder: Path) -> None:
+def test_the_name_works_in_sweeps_and_as_a_path(folder):
     swept = jobs(["attention=naive,lib/mine.py:attend", *SMALL])
     assert [to_config(checked(job)).attention.name for job in swept] == ["naive", "lib/mine.py:attend"]
     cfg = checked([f"attention={folder}/lib/mine.py:attend"])
     assert (cfg.attention.name, cfg.hydra.run.dir[-6:]) == (f"{folder}/lib/mine.py:attend", "attend")
 
 
-def test_a_run_trains_as_naive_does_and_goes_on_with_the_same_file_alone(
-    folder: Path, refused, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_trains_as_naive_does_and_goes_on_with_the_same_file_alone(folder, refused, capsys):
     for name, run in (("naive", "naive"), ("lib/mine.py:attend", "run")):
         assert train(*SMALL, f"attention={name}", f"hydra.run.dir={run}") == 0
     expected, found = ([loss for _, loss, _ in losses(Path(run))[1:]] for run in ("naive", "run"))
@@ -115,7 +111,7 @@ def test_a_run_trains_as_naive_does_and_goes_on_with_the_same_file_alone(
     assert train("resume=run", "training.steps=4", "attention=naive") == 0
 
 
-def test_the_copy_in_a_run_folder_is_not_imported(folder: Path, refused) -> None:
+def test_the_copy_in_a_run_folder_is_not_imported(folder, refused):
     assert train(*SMALL, "attention=lib/mine.py:attend", "hydra.run.dir=run") == 0
     for file in ("config.yaml", "overrides.yaml"):  # as a stranger might have written them
         rewrite(Path("run/.hydra", file), "lib/mine.py", "run/mine.py")

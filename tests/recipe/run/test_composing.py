@@ -1,7 +1,5 @@
 """The replacements in Hydra that save the tests time change no configuration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -30,7 +28,7 @@ def metadata(config: DictConfig) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_configurations_are_those_of_hydra_as_it_is(overrides: list[str]) -> None:
+def test_configurations_are_those_of_hydra_as_it_is(overrides):
     assert all(replaced())
     hastened = [composed(overrides) for _ in range(2)]
     with as_it_is():
@@ -44,12 +42,12 @@ def test_configurations_are_those_of_hydra_as_it_is(overrides: list[str]) -> Non
 
 
 @pytest.mark.parametrize("text", ["s * log(n)", "s + bias[h, min(i - j, 127)]", "max(s, 0)", "2*s"])
-def test_a_formula_needs_the_shells_quotes_alone(text: str) -> None:
+def test_a_formula_needs_the_shells_quotes_alone(text):
     assert to_config(composed([as_hydra_reads(f"score.formula={text}")])).score.formula == text
     assert to_config(composed([as_hydra_reads(f'score.formula="{text}"')])).score.formula == text
 
 
-def test_a_change_to_one_configuration_reaches_no_other() -> None:
+def test_a_change_to_one_configuration_reaches_no_other():
     first = composed(["attention=tiled"])
     plain = OmegaConf.to_yaml(first)
     with open_dict(first):

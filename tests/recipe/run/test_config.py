@@ -1,7 +1,5 @@
 """Every configuration file composes, every override is typed, and every mistake ends in one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +41,7 @@ def covering(jobs: list[list[str]]) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
-def test_every_file_of_every_group_composes(file: Path, tmp_path: Path) -> None:
+def test_every_file_of_every_group_composes(file, tmp_path):
     group, name = str(file.parent), file.stem
     (tmp_path / "notes.txt").write_text("some text")
     overrides = [f"{group}={name}", *([f"data.path={tmp_path}"] if name == "text" else [])]
@@ -63,21 +61,21 @@ def test_every_file_of_every_group_composes(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [file.stem for file in FILES if file.parent == Path("experiment")])
-def test_every_experiment_may_be_cut_to_three_steps(name: str) -> None:
+def test_every_experiment_may_be_cut_to_three_steps(name):
     job = compose.jobs([f"experiment={name}", "training.steps=3"])[0]
     assert not list(mistakes(composed(*job)))
 
 
-def test_names_in_the_groups_are_those_of_the_registries() -> None:
+def test_names_in_the_groups_are_those_of_the_registries():
     for group, names in (("attention", IMPLEMENTATIONS), ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
         assert {file.stem for file in FILES if file.parent == Path(group)} == set(names)
 
 
-def test_values_in_the_files_are_the_defaults_of_the_code() -> None:
+def test_values_in_the_files_are_the_defaults_of_the_code():
     assert plain(composed("model=tiny-gpt2")) == plain(Config())
 
 
-def test_gpt2_presets_have_the_sizes_of_the_paper() -> None:
+def test_gpt2_presets_have_the_sizes_of_the_paper():
     # Radford et al. 2019, table 2, with heads of 64 channels.
     sizes = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280), "gpt2-xl": (48, 1600)}
     for name, (n_layers, n_embd) in sizes.items():
@@ -89,7 +87,7 @@ def test_gpt2_presets_have_the_sizes_of_the_paper() -> None:
         assert composed("optimizer.lr=1e-3", f"model={name}").optimizer.lr == 1e-3
 
 
-def test_presets_have_as_many_parameters_as_their_originals() -> None:
+def test_presets_have_as_many_parameters_as_their_originals():
     # Of the published weights, with the tokenizer's tokens; nanochat's by its formula, 2 V C + 12 L C^2.
     published = {
         "llama": (32_000, 162_417_408),
@@ -207,7 +205,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), MISTAKES.items(), ids=list(MISTAKES))
-def test_a_mistake_is_refused_before_anything_is_done(arguments, sentence, here) -> None:
+def test_a_mistake_is_refused_before_anything_is_done(arguments, sentence, here):
     if arguments == "device=cuda" and torch.cuda.is_available():
         pytest.skip("there is a CUDA GPU here")
     with pytest.raises(UserError, match=sentence) as raised:
@@ -230,7 +228,7 @@ OF_RANKS = {
 
 
 @pytest.mark.parametrize(("ranks", "arguments"), OF_RANKS, ids=str)
-def test_what_these_ranks_cannot_do_is_refused(ranks: int, arguments: str, here, monkeypatch) -> None:
+def test_what_these_ranks_cannot_do_is_refused(ranks, arguments, here, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with pytest.raises(UserError, match=OF_RANKS[ranks, arguments]) as raised:
         prepare([*arguments.split(), "device=cpu"])
@@ -242,14 +240,14 @@ SHARED = "parallel.context=2 training.batch_size=2 training.batch_tokens=512"
 
 
 @pytest.mark.parametrize(("ranks", "arguments"), [(3, ""), (3, "parallel.context=3 seq_len=288"), (4, SHARED)])
-def test_numbers_of_ranks_that_can_train(ranks: int, arguments: str, here, monkeypatch) -> None:
+def test_numbers_of_ranks_that_can_train(ranks, arguments, here, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     assert prepare([*arguments.split(), "device=cpu"])
 
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("arguments", [["model.n_heads=7", "seed=-1"], ["-m", "seq_len=abc,4"]])
-def test_mistakes_end_the_command_with_their_sentences_alone(arguments: list[str], tmp_path: Path) -> None:
+def test_mistakes_end_the_command_with_their_sentences_alone(arguments, tmp_path):
     done = started(ROOT / "train.py", *arguments, folder=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     sentences = done.stderr.splitlines()
@@ -258,7 +256,7 @@ def test_mistakes_end_the_command_with_their_sentences_alone(arguments: list[str
     assert not list(tmp_path.iterdir())
 
 
-def test_a_formula_and_the_place_of_its_mistake_stand_below_one_error(here: Path, capsys) -> None:
+def test_a_formula_and_the_place_of_its_mistake_stand_below_one_error(here, capsys):
     with pytest.raises(ConfigError) as raised:
         prepare(["seed=-1", 'score.formula="s + cosh(i)"'])
     with pytest.raises(SystemExit):
@@ -269,7 +267,7 @@ def test_a_formula_and_the_place_of_its_mistake_stand_below_one_error(here: Path
     assert place == ["    s + cosh(i)", "        ^^^^"]
 
 
-def test_a_value_that_is_tried_changes_no_later_one() -> None:
+def test_a_value_that_is_tried_changes_no_later_one():
     for _ in range(2):
         assert prepare(["score=bias", "score.learned.bias=[h,128]"])
         assert prepare(["score.learned=null"])
@@ -284,7 +282,7 @@ def test_a_value_that_is_tried_changes_no_later_one() -> None:
     ],
     ids=["words", "values"],
 )  # fmt: skip
-def test_all_mistakes_are_reported_together(wrong: list[str], here: Path) -> None:
+def test_all_mistakes_are_reported_together(wrong, here):
     with pytest.raises(ConfigError) as raised:
         prepare([*wrong, "training.log_every=5"])
     sentences = str(raised.value).splitlines()
@@ -293,12 +291,12 @@ def test_all_mistakes_are_reported_together(wrong: list[str], here: Path) -> Non
         assert sum(sentence.startswith(override) for sentence in sentences) == 1
 
 
-def test_a_sweep_says_before_it_starts_what_changes_nothing(capsys) -> None:
+def test_a_sweep_says_before_it_starts_what_changes_nothing(capsys):
     prepare(["experiment=arena", "arena.arms=causal | idle: score.formula=s + log(n)"])
     assert "log(n): log(n) is the same for all keys" in capsys.readouterr().out
 
 
-def test_flags_may_stand_among_the_overrides(here: Path) -> None:
+def test_flags_may_stand_among_the_overrides(here):
     assert prepare(["model=tiny", "--cfg", "job", "data=stdlib"]) == ["--cfg", "job", "model=tiny", "data=stdlib"]
     sweep: Any = prepare(["model=tiny", "-m", "seed=1,2", "data=stdlib"])
     assert [job.overrides for job in sweep.__wrapped__.args[0]] == [
@@ -306,7 +304,7 @@ def test_flags_may_stand_among_the_overrides(here: Path) -> None:
     ]
 
 
-def test_a_mistake_that_every_job_of_a_sweep_shares_is_reported_once() -> None:
+def test_a_mistake_that_every_job_of_a_sweep_shares_is_reported_once():
     with pytest.raises(ConfigError) as raised:
         prepare(["-m", "attention=naive,tiled", "seed=1,-2", "training.steps=0"])
     assert sorted(sentence.split(" ")[0] for sentence in str(raised.value).splitlines()) == [
@@ -314,7 +312,7 @@ def test_a_mistake_that_every_job_of_a_sweep_shares_is_reported_once() -> None:
     ]  # fmt: skip
 
 
-def test_a_sweep_is_refused_before_it_runs_if_one_of_its_scores_needs_several_documents(here: Path) -> None:
+def test_a_sweep_is_refused_before_it_runs_if_one_of_its_scores_needs_several_documents(here):
     (here / "notes.txt").write_text("some text")
     sweep = ["experiment=variants", "data=text", "data.path=notes.txt", "attention=naive", "seed=1"]
     with pytest.raises(ConfigError) as raised:
@@ -330,11 +328,11 @@ def test_a_sweep_is_refused_before_it_runs_if_one_of_its_scores_needs_several_do
     prepare(["data=text", "data.path=rows.jsonl", "data.documents=restart"])
 
 
-def test_every_key_of_the_configuration_has_a_description_of_its_values() -> None:
+def test_every_key_of_the_configuration_has_a_description_of_its_values():
     assert all(expected(key) for key in keys())
 
 
-def test_a_preset_of_scores_is_changed_by_single_values() -> None:
+def test_a_preset_of_scores_is_changed_by_single_values():
     windowed, full = Score(window=1024, soft_cap=50.0), Score(soft_cap=50.0)
     gemma = composed("score=gemma2", "score.window=1024").score
     assert layer_scores(gemma, 4) == (windowed, full, windowed, full)
@@ -342,7 +340,7 @@ def test_a_preset_of_scores_is_changed_by_single_values() -> None:
     assert layer_scores(own, 2) == (Score(window=8), Score(window=64, sinks=True))
 
 
-def test_a_sweep_has_every_combination_and_its_values_replace_those_of_the_experiment() -> None:
+def test_a_sweep_has_every_combination_and_its_values_replace_those_of_the_experiment():
     jobs = compose.jobs(["attention=naive,tiled", "seed=1,2", "seq_len=64"])
     assert len(jobs) == 4
     assert ["attention=tiled", "seed=1", "seq_len=64"] in jobs
@@ -352,7 +350,7 @@ def test_a_sweep_has_every_combination_and_its_values_replace_those_of_the_exper
 
 
 @pytest.mark.usefixtures("forked")
-def test_help_names_groups_choices_and_overrides(tmp_path: Path) -> None:
+def test_help_names_groups_choices_and_overrides(tmp_path):
     done = started(ROOT / "train.py", "--help", folder=tmp_path)
     assert "attention: " in done.stdout
     assert ", tiled" in done.stdout

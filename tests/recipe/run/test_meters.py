@@ -48,7 +48,7 @@ def take_steps(meter: StepMeter, count: int) -> None:
         ("Tesla V100-SXM2-16GB", "fp16", 125),
     ],
 )
-def test_a_known_device_has_its_datasheet_peak(name: str, precision: str, teraflops: float) -> None:
+def test_a_known_device_has_its_datasheet_peak(name, precision, teraflops):
     assert peak_flops(name, precision) == pytest.approx(teraflops * 1e12)
     assert name in describe_peak(name, precision)
 
@@ -63,12 +63,12 @@ def test_a_known_device_has_its_datasheet_peak(name: str, precision: str, terafl
         ("Tesla V100-SXM2-16GB", "bf16"),
     ],
 )
-def test_the_peak_of_an_unknown_device_is_not_guessed(name: str, precision: str) -> None:
+def test_the_peak_of_an_unknown_device_is_not_guessed(name, precision):
     assert peak_flops(name, precision) is None
     assert describe_peak(name, precision).startswith("unknown device")
 
 
-def test_products_that_may_use_tf32_are_measured_against_its_peak() -> None:
+def test_products_that_may_use_tf32_are_measured_against_its_peak():
     assert product_precision("fp32", allow_tf32=False) == "fp32"
     assert product_precision("fp32", allow_tf32=True) == "tf32"
     assert product_precision("bf16", allow_tf32=True) == "bf16"
@@ -79,7 +79,7 @@ def test_products_that_may_use_tf32_are_measured_against_its_peak() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-def test_an_interval_reports_means_and_the_run_medians() -> None:
+def test_an_interval_reports_means_and_the_run_medians():
     meter = scripted([0, 1, 3, 4, 14])  # steps of 1, 2, 1 and 10 s
     take_steps(meter, 2)
     first = meter.interval()
@@ -93,7 +93,7 @@ def test_an_interval_reports_means_and_the_run_medians() -> None:
     assert meter.medians()["throughput/tokens_per_s"] == pytest.approx(1000 / 1.5)
 
 
-def test_mfu_counts_attention_whole_and_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_counts_attention_whole_and_causal(monkeypatch):
     monkeypatch.setattr("recipe.run.meters.device_name", lambda device: "NVIDIA A100-SXM4-40GB")
     meter = scripted([0, 0.01], tokens_per_step=780, device_count=2)  # 78,000 tokens/s on two A100 of 312 TFLOP/s
     take_steps(meter, 1)
@@ -102,7 +102,7 @@ def test_mfu_counts_attention_whole_and_causal(monkeypatch: pytest.MonkeyPatch) 
     assert metrics["throughput/mfu_causal"] == pytest.approx(0.375)
 
 
-def test_warm_up_steps_are_not_counted() -> None:
+def test_warm_up_steps_are_not_counted():
     meter = scripted([0, 60, 70, 71], warmup_steps=2)
     take_steps(meter, 2)
     assert "throughput/step_ms" not in meter.interval()
@@ -112,7 +112,7 @@ def test_warm_up_steps_are_not_counted() -> None:
     assert meter.medians()["throughput/step_ms"] == pytest.approx(1000)
 
 
-def test_the_time_of_a_pause_is_not_counted_and_all_other_time_is() -> None:
+def test_the_time_of_a_pause_is_not_counted_and_all_other_time_is():
     meter = scripted([0, 1, 2, 102, 103])  # two steps, a pause of 100 s, a step
     take_steps(meter, 2)
     with meter.paused():
@@ -125,7 +125,7 @@ def test_the_time_of_a_pause_is_not_counted_and_all_other_time_is() -> None:
     assert meter.interval()["throughput/step_ms"] == pytest.approx(51_000)
 
 
-def test_a_step_with_a_pause_inside_is_left_out() -> None:
+def test_a_step_with_a_pause_inside_is_left_out():
     meter = scripted([0, 1, 50, 51])
     take_steps(meter, 1)
     meter.step_start()
@@ -136,7 +136,7 @@ def test_a_step_with_a_pause_inside_is_left_out() -> None:
     assert meter.interval()["throughput/step_ms"] == pytest.approx(1000)
 
 
-def test_the_clock_is_read_at_the_end_of_an_interval_only() -> None:
+def test_the_clock_is_read_at_the_end_of_an_interval_only():
     meter = scripted(range(100), warmup_steps=3)
     clock = meter.clock
     assert isinstance(clock, Script)
@@ -148,7 +148,7 @@ def test_the_clock_is_read_at_the_end_of_an_interval_only() -> None:
     assert clock.reads == 47
 
 
-def test_on_a_cpu_a_step_lasts_as_long_as_its_work_and_its_wait_for_data() -> None:
+def test_on_a_cpu_a_step_lasts_as_long_as_its_work_and_its_wait_for_data():
     work: dict[str, Any] = {"tokens_per_step": 100, "flops_per_token_full": 1, "flops_per_token_causal": 1}
     meter = StepMeter(CPU, precision="fp32", warmup_steps=0, **work)
     for _ in range(3):
@@ -165,7 +165,7 @@ def test_on_a_cpu_a_step_lasts_as_long_as_its_work_and_its_wait_for_data() -> No
     assert metrics["throughput/tokens_per_s"] == pytest.approx(100 / (metrics["throughput/step_ms"] / 1e3))
 
 
-def test_on_a_cpu_the_memory_is_the_process_at_its_peak() -> None:
+def test_on_a_cpu_the_memory_is_the_process_at_its_peak():
     meter = scripted([])
     memory = meter.interval()["memory/peak_allocated_gib"]
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]

@@ -1,10 +1,7 @@
 """The plan: written before the first run, and only added to."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +27,7 @@ def plan(**options) -> Plan:
     return new_plan(config, ARMS, ["experiment=arena"], ["experiment=arena"], dict.fromkeys(ARMS, COMPOSED), "abc")
 
 
-def test_a_plan_reads_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_plan_reads_back_as_it_was_written(tmp_path):
     wanted = replace(plan(), chosen={"causal": 0.006, "alibi": 0.003, "cap": 0.0015}, common=["seed=${oc.env:HOME}"])
     write_plan(wanted, tmp_path)
     assert read_plan(tmp_path) == wanted
@@ -41,7 +38,7 @@ def test_a_plan_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert read_plan(tmp_path) == wanted
 
 
-def test_every_arm_tries_every_rate_on_seeds_that_no_verdict_uses() -> None:
+def test_every_arm_tries_every_rate_on_seeds_that_no_verdict_uses():
     runs = plan().lr_runs()
     tried = {(run.arm, run.lr, run.seed) for run in runs}
     assert tried == {
@@ -61,7 +58,7 @@ def test_every_arm_tries_every_rate_on_seeds_that_no_verdict_uses() -> None:
         ({"lr": {"causal": ["${oc.env:HOME}"]}}, "is damaged .* '${oc.env:HOME}' ".replace("$", r"\$")),
     ],
 )
-def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path, change: dict, sentence: str) -> None:
+def test_a_plan_that_cannot_be_read_is_named(tmp_path, change, sentence):
     write_plan(plan(), tmp_path)
     content = json.loads((tmp_path / FILE).read_text()) | change
     (tmp_path / FILE).write_text(json.dumps(content))
@@ -72,7 +69,7 @@ def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path, change: dict, sente
         read_plan(tmp_path)
 
 
-def test_at_a_size_the_width_grows_with_the_layers_and_the_rate_falls_with_its_root() -> None:
+def test_at_a_size_the_width_grows_with_the_layers_and_the_rate_falls_with_its_root():
     sized = plan(sizes=[1, 4], lr=[])
     runs = sized.seed_runs()
     assert [(run.size, run.arm) for run in runs[:6]] == [(size, arm) for size in (1, 4) for arm in ARMS]

@@ -1,7 +1,5 @@
 """The end of a program: its status, all of its output, and handlers registered for the exit, but no teardown."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -40,7 +38,7 @@ process.run(program)
         ("signal.raise_signal(signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt", True),
     ],
 )
-def test_a_program_ends_as_python_would_end_it(end: str, status: int, error: str, torn_down: bool) -> None:
+def test_a_program_ends_as_python_would_end_it(end, status, error, torn_down):
     done = started("-c", PROGRAM.format(end=end))
     assert done.returncode == status
     assert done.stdout.split("\n")[:2] == ["begun", "at the end"]
@@ -48,7 +46,7 @@ def test_a_program_ends_as_python_would_end_it(end: str, status: int, error: str
     assert done.stderr.rstrip().endswith(error)
 
 
-def test_ctrl_c_before_a_program_runs_ends_it_with_a_sentence() -> None:
+def test_ctrl_c_before_a_program_runs_ends_it_with_a_sentence():
     importing = PROGRAM.split("class Kept")[0] + "signal.raise_signal(signal.SIGINT)"
     done = started("-c", importing)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted: nothing was started\n")
@@ -56,7 +54,7 @@ def test_ctrl_c_before_a_program_runs_ends_it_with_a_sentence() -> None:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("program", ["train", "sample", "eval", "compare"])
-def test_a_script_with_lines_of_windows_is_named_in_a_sentence(program: str) -> None:
+def test_a_script_with_lines_of_windows_is_named_in_a_sentence(program):
     done = started(f"{program}.py", "run=x\r")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("error: run=x ends in a carriage return")

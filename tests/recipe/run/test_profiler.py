@@ -1,10 +1,7 @@
 """Where a step's time goes: by hand-made traces of a GPU, and by a recording of a real step on the CPU."""
 
-from __future__ import annotations
-
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,7 +138,7 @@ def test_the_steps_recorded_follow_the_warm_up_where_there_are_enough(tmp_path, 
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_profile_prints_nothing_but_its_table(tmp_path: Path) -> None:
+def test_a_profile_prints_nothing_but_its_table(tmp_path):
     script = """
 import sys, torch
 from pathlib import Path

@@ -3,15 +3,12 @@
 In train.py's place the jobs run a script of a few lines that ends as its overrides say.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +70,7 @@ end("completed")
 
 
 @pytest.fixture
-def sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def sweep(here, monkeypatch):
     """sweep(jobs, **options): launch the jobs of a sweep into `multirun/2026-11-20/<name>`."""
     script = here / "train.py"
     script.write_text(JOB)
@@ -81,11 +78,11 @@ def sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
 
     def run(
-        jobs: Sequence[str],
-        name: str = "10-00-00",
-        devices: list[str | None] | None = None,
-        command: Sequence[str] = ("-m", "experiment=wall"),
-    ) -> None:
+        jobs,
+        name="10-00-00",
+        devices=None,
+        command=("-m", "experiment=wall"),
+    ):
         monkeypatch.setattr(sys, "argv", ["train.py", *command])
         folder = here / "multirun" / "2026-11-20" / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +159,7 @@ def test_a_loss_that_breaks_is_a_failure_unless_a_line_was_left_out(sweep):
 def test_ctrl_c_ends_the_job_cleanly_and_the_sweep_with_it(sweep, tmp_path, capsys):
     folder = tmp_path / "multirun" / "2026-11-20" / "10-00-00"
 
-    def interrupt() -> None:
+    def interrupt():
         while not (folder / "0" / "ready").exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
@@ -198,7 +195,7 @@ def test_jobs_on_a_cpu_run_at_once_and_share_the_cores_that_the_sweep_may_use(sw
             chosen_devices(gpus, jobs)
 
 
-def test_gpus_are_those_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch):
+def test_gpus_are_those_of_cuda_visible_devices(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert chosen_devices(None) == [None]
@@ -211,7 +208,7 @@ def test_gpus_are_those_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_jobs_are_named_by_what_distinguishes_them():
-    def named(*jobs: str) -> list[str]:
+    def named(*jobs):
         return list(names_of([Job(n, tuple(x.split()), Path()) for n, x in enumerate(jobs)]).values())
 
     assert named("a=1 seed=1", "a=1 seed=2") == ["seed=1", "seed=2"]

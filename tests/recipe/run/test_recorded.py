@@ -1,7 +1,5 @@
 """A run folder from a stranger is data: nothing in it runs, and a refusal names the line to remove."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -24,7 +22,7 @@ RUNS = "ran.txt"  # the file that a stranger's code would write
 
 
 @pytest.fixture
-def run(here: Path) -> Path:
+def run(here):
     """A run folder with a valid checkpoint, below the working directory."""
     config = Config(device="cpu")
     write_recorded(here / "run", plain(config), ["seed=1337"])
@@ -63,7 +61,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("line", HOSTILE, ids=lambda line: line[:60])
-def test_a_recorded_override_that_is_no_plain_option_is_refused_and_does_nothing(run: Path, line: str) -> None:
+def test_a_recorded_override_that_is_no_plain_option_is_refused_and_does_nothing(run, line):
     record(run, "seed=1337", line)
     begin = time.process_time()
     with pytest.raises(ConfigError, match=r"overrides\.yaml holds .*; restore the file\.$") as raised:
@@ -72,7 +70,7 @@ def test_a_recorded_override_that_is_no_plain_option_is_refused_and_does_nothing
     assert "\n" not in str(raised.value)
 
 
-def test_resuming_a_strangers_run_is_refused_before_hydra_reads_its_overrides(run: Path, refused) -> None:
+def test_resuming_a_strangers_run_is_refused_before_hydra_reads_its_overrides(run, refused):
     record(run, "seed=1337", HOSTILE[0])
     before = contents(run)
     (sentence,) = refused("resume=run", "device=cpu").splitlines()
@@ -82,13 +80,13 @@ def test_resuming_a_strangers_run_is_refused_before_hydra_reads_its_overrides(ru
 
 
 @pytest.mark.parametrize("content", [ALIASES, "seed: 1", "- [seed=1]", "- 3", "", "a: b: c"], ids=lambda c: c[:9])
-def test_recorded_overrides_that_are_no_list_of_lines_are_refused(run: Path, content: str) -> None:
+def test_recorded_overrides_that_are_no_list_of_lines_are_refused(run, content):
     (run / ".hydra" / "overrides.yaml").write_text(content)
     with pytest.raises(ConfigError, match=r"overrides\.yaml .*, so the run cannot be resumed"):
         recorded_overrides(run)
 
 
-def test_every_option_and_every_file_of_conf_may_be_recorded(run: Path) -> None:
+def test_every_option_and_every_file_of_conf_may_be_recorded(run):
     lines = [
         "experiment=context_length", "+attention=tiled", "attention.block_q=32", "optimizer.betas=[0.8,0.9]",
         "optimizer.lr=1e-3", "data.path='my notes.txt'", 'tracking.group="a=b, c"', "experiment=null",
@@ -99,7 +97,7 @@ def test_every_option_and_every_file_of_conf_may_be_recorded(run: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", [{"window": "${oc.env:SHLVL}"}, {}], "${" * 99], ids=str)
-def test_a_reference_in_a_recorded_configuration_is_refused(run: Path, value: object) -> None:
+def test_a_reference_in_a_recorded_configuration_is_refused(run, value):
     config = plain(Config())
     config["score"]["layers"] = value
     (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
@@ -119,7 +117,7 @@ def test_a_reference_in_a_recorded_configuration_is_refused(run: Path, value: ob
     ],
     ids=lambda value: value[:20],
 )
-def test_a_configuration_that_describes_no_run_is_refused(run: Path, change: str, sentence: str) -> None:
+def test_a_configuration_that_describes_no_run_is_refused(run, change, sentence):
     (run / ".hydra" / "config.yaml").write_text(change)
     begin = time.perf_counter()
     with pytest.raises(ConfigError, match=rf"config\.yaml .*{sentence}|config\.yaml {sentence}"):
@@ -127,7 +125,7 @@ def test_a_configuration_that_describes_no_run_is_refused(run: Path, change: str
     assert time.perf_counter() - begin < 10
 
 
-def test_compare_notes_what_it_does_not_read(run: Path) -> None:
+def test_compare_notes_what_it_does_not_read(run):
     (run / ".hydra" / "config.yaml").write_text(ALIASES)
     (run / "summary.json").write_text("[" * 10_000)
     (run / "metrics.jsonl").write_text('{"step": 1e999}\n{"step": 1, "train/loss": 1.5}\n[3]\n')
@@ -141,7 +139,7 @@ def test_compare_notes_what_it_does_not_read(run: Path) -> None:
     assert "2 of the lines of metrics.jsonl cannot be read, the first is line 1" in notes
 
 
-def test_a_configuration_is_read_as_it_was_recorded(tmp_path: Path) -> None:
+def test_a_configuration_is_read_as_it_was_recorded(tmp_path):
     overrides = ["experiment=context_length", "optimizer.betas=[0.8,0.9]", "score.layers=[{window:8},{}]"]
     config = compose.to_config(
         compose.composed([*overrides, "seq_len=64", "tracking.group='déjà: vu'", "optimizer.lr=1e-5"])
@@ -152,7 +150,7 @@ def test_a_configuration_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / ".hydra" / "overrides.yaml").read_text()) == overrides
 
 
-def test_a_removed_option_is_ignored_at_its_default_and_refused_else(run: Path) -> None:
+def test_a_removed_option_is_ignored_at_its_default_and_refused_else(run):
     config = plain(Config())
     config["training"] |= {"mlp_in_fp8": False}
     write_recorded(run, config, ["seed=1337", "training.mlp_in_fp8=false"])

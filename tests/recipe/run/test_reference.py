@@ -1,7 +1,5 @@
 """The reference of the configuration: its meanings come from the dataclasses' docstrings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import Enum
 

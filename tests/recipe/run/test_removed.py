@@ -1,8 +1,6 @@
 """Options of earlier versions: refused on a command line with what to do instead, ignored in a record that changes
 nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from recipe.run.compose import fits, mistakes, opened
@@ -12,14 +10,14 @@ from recipe.wording import as_typed
 
 
 @pytest.mark.parametrize("removed", REMOVED)
-def test_an_override_that_went_is_refused_with_what_to_do_instead(removed: str) -> None:
+def test_an_override_that_went_is_refused_with_what_to_do_instead(removed):
     line = f"{removed}depths=1" if removed.endswith(".") else removed if "=" in removed else f"{removed}=1"
     (sentence,) = mistakes(line)
     assert REMOVED[removed] in sentence
 
 
 @pytest.mark.parametrize("option", IGNORED)
-def test_a_recorded_value_that_changes_nothing_is_ignored(option: str) -> None:
+def test_a_recorded_value_that_changes_nothing_is_ignored(option):
     part, _, name = option.partition(".")
     for value in IGNORED[option]:
         assert not (is_key(option) and fits(option, value))
@@ -30,7 +28,7 @@ def test_a_recorded_value_that_changes_nothing_is_ignored(option: str) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
-def test_an_option_that_moved_is_read_under_its_name_of_today(old: str, new: str) -> None:
+def test_an_option_that_moved_is_read_under_its_name_of_today(old, new):
     assert not is_key(old)
     assert is_key(new)
     assert opened(f"{old}=1") == f"{new}=1"
@@ -39,5 +37,5 @@ def test_an_option_that_moved_is_read_under_its_name_of_today(old: str, new: str
     assert as_today([f"{old}=7", "arena.stage=lr", "seed=1"]) == [f"{new}=7", "seed=1"]
 
 
-def test_the_table_has_at_most_forty_entries() -> None:
+def test_the_table_has_at_most_forty_entries():
     assert len(REMOVED) <= 40

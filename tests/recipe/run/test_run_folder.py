@@ -1,12 +1,9 @@
 """A refused command changes nothing: neither the run to resume, nor a running one, nor the disk."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 
@@ -22,14 +19,14 @@ SMALL = [
 
 
 @pytest.fixture
-def folder(here: Path) -> Path:
+def folder(here):
     """The working directory: a text, and a run of three steps in `run`."""
     shutil.copy(os.__file__, "text.txt")
     assert train(*SMALL, "training.steps=3", "seed=1", "hydra.run.dir=run") == 0
     return here
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(folder: Path, refused) -> None:
+def test_a_refused_resume_leaves_the_run_as_it_was(folder, refused):
     before, run = contents(folder), contents(folder / "run")
     # Twice the tokens of a step.
     assert "set training.batch_tokens=" in refused("resume=run", "training.steps=6", "seq_len=64")
@@ -44,9 +41,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(folder: Path, refused) -> Non
     assert "seq_len=64" not in read_overrides(Path("run"))
 
 
-def test_a_second_run_in_the_folder_of_one_that_runs_is_refused_and_changes_nothing(
-    folder: Path, refused, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_in_the_folder_of_one_that_runs_is_refused_and_changes_nothing(folder, refused, monkeypatch):
     again = [*SMALL, "seed=9", "hydra.run.dir=run"]
     with locked(Path("run")):
         before = contents(folder)
@@ -62,16 +57,14 @@ def test_a_second_run_in_the_folder_of_one_that_runs_is_refused_and_changes_noth
 
 
 @pytest.mark.parametrize("name", [["hydra.run.dir=new"], []], ids=["named", "dated"])
-def test_a_run_that_is_refused_once_its_text_is_read_leaves_no_folder(folder: Path, name: list[str], refused) -> None:
+def test_a_run_that_is_refused_once_its_text_is_read_leaves_no_folder(folder, name, refused):
     before = contents(folder)
     assert "lower seq_len" in refused(*SMALL, "seq_len=100000", *name)
     assert contents(folder) == before
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_in_a_sentence_with_the_way_on_and_leaves_no_half_of_a_file(
-    folder: Path, refused, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_in_a_sentence_with_the_way_on_and_leaves_no_half_of_a_file(folder, refused, monkeypatch):
     one = [*SMALL, "training.steps=1"]
     for command, again, files in (
         (one, "hydra.run.dir=new resume=auto", ["tokenizer.json", "config.yaml", "summary.json"]),
@@ -80,7 +73,7 @@ def test_a_full_disk_ends_in_a_sentence_with_the_way_on_and_leaves_no_half_of_a_
     ):
         for name in files:
 
-            def to_disk(file: IO[Any], name: str = name) -> None:
+            def to_disk(file, name=name):
                 if name in file.name:
                     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -94,7 +87,7 @@ def test_a_full_disk_ends_in_a_sentence_with_the_way_on_and_leaves_no_half_of_a_
         shutil.rmtree("new")
 
 
-def test_a_sweep_in_the_folder_of_another_is_refused_and_changes_nothing(folder: Path, refused) -> None:
+def test_a_sweep_in_the_folder_of_another_is_refused_and_changes_nothing(folder, refused):
     """A sweep over two seeds, whose first job is complete."""
     shutil.move("run", "sweep/0")
     Path("sweep/sweep.json").write_text('{"group": "g", "jobs": []}')

@@ -1,7 +1,5 @@
 """A sweep through Hydra's submitit launcher, whose local executor stands for Slurm."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -55,7 +53,7 @@ def tasks_of(sweep: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_job_of_two_tasks_is_queued_again_and_resumes_and_is_named_in_a_sentence_if_it_fails(tmp_path: Path) -> None:
+def test_a_job_of_two_tasks_is_queued_again_and_resumes_and_is_named_in_a_sentence_if_it_fails(tmp_path):
     """From any folder: after the signal that Slurm sends shortly before the time limit, then with a task killed."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     (tmp_path / "text.txt").write_text(Path(os.__file__).read_text()[:20_000])
@@ -90,14 +88,14 @@ def test_a_job_of_two_tasks_is_queued_again_and_resumes_and_is_named_in_a_senten
     assert "output is in .submitit/" in last
 
 
-def test_slurm_jobs_have_a_gpu_each(tmp_path: Path) -> None:
+def test_slurm_jobs_have_a_gpu_each(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     slurm = composed(["hydra/launcher=slurm", "hydra.launcher.partition=gpu"]).hydra.launcher
     assert slurm._target_ == "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
     assert (slurm.gpus_per_node, slurm.tasks_per_node, slurm.partition) == (1, 1, "gpu")
 
 
-def test_without_submitit_the_package_to_install_is_named() -> None:
+def test_without_submitit_the_package_to_install_is_named():
     with pytest.raises(Exception, match="submitit_of_another_name") as raised:
         composed(["hydra/launcher=submitit_of_another_name"])
     sentence = str(explain(raised.value))

@@ -44,7 +44,7 @@ def log_steps(file: MetricsFile, count: int) -> None:
         file.append(step, {"train/loss": 1.0})
 
 
-def test_a_line_is_in_the_file_as_soon_as_it_is_logged_and_strict_json(tmp_path: Path) -> None:
+def test_a_line_is_in_the_file_as_soon_as_it_is_logged_and_strict_json(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.append(1, {"a": float("nan"), "b": torch.tensor(-float("inf")), "c": None, "d": torch.tensor(3), "e": "word"})
     record = strict((tmp_path / "metrics.jsonl").read_text())
@@ -53,7 +53,7 @@ def test_a_line_is_in_the_file_as_soon_as_it_is_logged_and_strict_json(tmp_path:
         file.append(0, {})
 
 
-def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+def test_a_resumed_run_has_each_step_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
     for step in (0, 10, 20, 30):
@@ -71,7 +71,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_kill_while_a_run_is_resumed_keeps_its_lines(tmp_path: Path) -> None:
+def test_a_kill_while_a_run_is_resumed_keeps_its_lines(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     path.parent.mkdir()
     log_steps(MetricsFile(path), 30)
@@ -81,7 +81,7 @@ def test_a_kill_while_a_run_is_resumed_keeps_its_lines(tmp_path: Path) -> None:
         assert [record["step"] for record in read_metrics(copy / path.name)][:21] == [*range(21)]
 
 
-def test_damaged_lines_are_named_and_put_aside_when_a_run_is_resumed(tmp_path: Path, capsys: Any) -> None:
+def test_damaged_lines_are_named_and_put_aside_when_a_run_is_resumed(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff\xfe\n{"step": 2}\n[1]\n{"a": 2}\nnull\n{"step": 3}\n{"step": 4, "tr')
     (tmp_path / "summary.json").touch()
@@ -96,13 +96,13 @@ def test_damaged_lines_are_named_and_put_aside_when_a_run_is_resumed(tmp_path: P
     assert note.endswith("they are in metrics.damaged.jsonl.")
 
 
-def test_a_new_run_does_not_mix_with_an_older_one(tmp_path: Path) -> None:
+def test_a_new_run_does_not_mix_with_an_older_one(tmp_path):
     MetricsFile(tmp_path / "metrics.jsonl").append(1, {})
     with pytest.raises(TrackingError, match=rf"resume={tmp_path}.*hydra\.run\.dir"):
         track(tmp_path)
 
 
-def test_a_file_that_a_full_disk_cuts_off_can_be_resumed(tmp_path: Path) -> None:
+def test_a_file_that_a_full_disk_cuts_off_can_be_resumed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
     with files_limited_to(1000), pytest.raises(OSError, match=r"File too large|No space left"):
@@ -113,7 +113,7 @@ def test_a_file_that_a_full_disk_cuts_off_can_be_resumed(tmp_path: Path) -> None
     assert [strict(line)["step"] for line in path.read_text().splitlines()] == [*range(whole), 99]
 
 
-def test_a_finished_run_leaves_its_records_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_leaves_its_records_and_says_where(tmp_path, capsys):
     folder = tmp_path / "2026-11-20" / "12-00-00-naive"
     with track(folder) as tracker, as_it_is():
         for step in (50, 100):
@@ -128,7 +128,7 @@ def test_a_finished_run_leaves_its_records_and_says_where(tmp_path: Path, capsys
     assert "loss.png" in last[2]
 
 
-def test_a_summary_is_replaced_in_one_step(tmp_path: Path) -> None:
+def test_a_summary_is_replaced_in_one_step(tmp_path):
     path = tmp_path / "summary.json"
     write_summary(path, {"status": "interrupted"})
     with files_limited_to(10), pytest.raises(OSError, match="File too large"):
@@ -137,7 +137,7 @@ def test_a_summary_is_replaced_in_one_step(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_git_state_is_commit_and_whether_files_differ_from_it(tmp_path: Path) -> None:
+def test_git_state_is_commit_and_whether_files_differ_from_it(tmp_path):
     assert git_state(tmp_path / "nowhere") == {"commit": None, "dirty": None, "changes": None}
     git(tmp_path, "init", "-q")
     (tmp_path / "file").write_text("a")
@@ -155,7 +155,7 @@ def test_git_state_is_commit_and_whether_files_differ_from_it(tmp_path: Path) ->
     assert None not in digests
 
 
-def test_the_loss_curve_is_drawn_whatever_the_losses(tmp_path: Path) -> None:
+def test_the_loss_curve_is_drawn_whatever_the_losses(tmp_path):
     draw_loss_curve([], tmp_path / "empty.png", "empty")
     records = [{"step": s, "train/loss": "inf" if s == 3 else 1.0 / (s + 1)} for s in range(6)]
     records += [{"step": 2, "val/loss": 0.5}, {"step": 5, "val/loss": "nan"}]
@@ -171,7 +171,7 @@ def progress_line(terminal: bool, clock: Callable[[], float], width: int = 120) 
     return ProgressLine(200, console=console, clock=clock), output
 
 
-def test_a_log_gets_a_line_every_few_seconds_and_for_each_evaluation() -> None:
+def test_a_log_gets_a_line_every_few_seconds_and_for_each_evaluation():
     now = 0.0
     line, output = progress_line(terminal=False, clock=lambda: now)
     for step in range(10, 201, 10):
@@ -186,7 +186,7 @@ def test_a_log_gets_a_line_every_few_seconds_and_for_each_evaluation() -> None:
     assert [text.split()[1] for text in shown] == ["10/200", "50/200", "150/200", "200/200"]
 
 
-def test_the_whole_line_fits_a_terminal_of_80_columns() -> None:
+def test_the_whole_line_fits_a_terminal_of_80_columns():
     line, output = progress_line(terminal=True, clock=iter([0.0, 3.0, 6.0]).__next__, width=80)
     line.steps = 2000
     line.update(1000, {"val/loss": 2.5})
@@ -200,7 +200,7 @@ def test_the_whole_line_fits_a_terminal_of_80_columns() -> None:
     assert output.getvalue().endswith("\x1b[?25h"), "the cursor is shown again"
 
 
-def test_a_reader_that_leaves_does_not_stop_the_run() -> None:
+def test_a_reader_that_leaves_does_not_stop_the_run():
     script = """
 from recipe.run.progress import ProgressLine
 line = ProgressLine(2)

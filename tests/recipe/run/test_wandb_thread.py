@@ -62,7 +62,7 @@ class StandIn:
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
+def wandb(monkeypatch):
     """The stand-in, from which every thread is released in the end."""
     stand_in, before = StandIn(), threading.enumerate()
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
@@ -79,7 +79,7 @@ def track(folder: Path, resume_step: int | None = None, mode: TrackingMode = Tra
     return Tracker(folder, config, recorded={"seed": 1, "git": "c"}, steps=4, resume_step=resume_step)
 
 
-def test_wandb_holds_what_the_run_folder_holds(tmp_path: Path, wandb: StandIn, capsys: Any) -> None:
+def test_wandb_holds_what_the_run_folder_holds(tmp_path, wandb, capsys):
     run = tmp_path / "run"
     ended = {"status": "completed", "config": {"seed": 1}, "git": "c", "val_loss": 3.0}
     with track(run) as tracker:
@@ -108,7 +108,7 @@ def test_wandb_holds_what_the_run_folder_holds(tmp_path: Path, wandb: StandIn, c
     assert wandb.summary["summary"]["eval"] == {"quiz": {"acc": 0.5}}
 
 
-def test_the_names_and_tags_in_wandb_tell_the_runs_of_a_sweep_apart(tmp_path: Path, wandb: StandIn) -> None:
+def test_the_names_and_tags_in_wandb_tell_the_runs_of_a_sweep_apart(tmp_path, wandb):
     swept = [["experiment=wall", f"attention={name}", f"seq_len={n}"] for name in ("naive", "tiled") for n in (64, 128)]
     write_manifest(tmp_path, [Job(n, tuple(lines), tmp_path / str(n)) for n, lines in enumerate(swept)])
     parts = {"attention": {"name": "tiled"}, "score": {"name": "causal"}, "model": {"name": "tiny"}}
@@ -121,8 +121,8 @@ def test_the_names_and_tags_in_wandb_tell_the_runs_of_a_sweep_apart(tmp_path: Pa
 @pytest.mark.parametrize("place", ["init", "log", "finish"])
 @pytest.mark.parametrize(("kind", "reason"), [("raise", "RuntimeError: quota exceeded"), ("hang", "did not finish")])
 def test_a_failing_or_hanging_wandb_costs_one_warning_and_no_time(
-    tmp_path: Path, wandb: StandIn, capsys: Any, monkeypatch: pytest.MonkeyPatch, place: str, kind: str, reason: str
-) -> None:
+    tmp_path, wandb, capsys, monkeypatch, place, kind, reason
+):
     wandb.fault = f"{kind} in {place}"
     monkeypatch.setattr(tracking, "SECONDS_TO_FINISH", {"offline": 0.3})
     start = time.monotonic()
@@ -138,7 +138,7 @@ def test_a_failing_or_hanging_wandb_costs_one_warning_and_no_time(
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-def test_lines_that_nobody_takes_are_dropped(tmp_path: Path, wandb: StandIn, capsys: Any, monkeypatch: Any) -> None:
+def test_lines_that_nobody_takes_are_dropped(tmp_path, wandb, capsys, monkeypatch):
     wandb.fault = "hang in init"
     monkeypatch.setattr("recipe.run.wandb_thread.MOST_WAITING", 3)
     with track(tmp_path / "run") as tracker:
@@ -149,8 +149,8 @@ def test_lines_that_nobody_takes_are_dropped(tmp_path: Path, wandb: StandIn, cap
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 9
 
 
-def test_a_run_that_breaks_off_is_closed_as_failed(tmp_path: Path, wandb: StandIn) -> None:
-    def run() -> None:
+def test_a_run_that_breaks_off_is_closed_as_failed(tmp_path, wandb):
+    def run():
         with track(tmp_path / "run") as tracker:
             tracker.log(1, {})
             raise ZeroDivisionError
@@ -163,7 +163,7 @@ def test_a_run_that_breaks_off_is_closed_as_failed(tmp_path: Path, wandb: StandI
     assert wandb.of("finish") == [1]
 
 
-def test_a_resumed_run_keeps_its_id_and_is_sent_what_it_lacks(tmp_path: Path, wandb: StandIn, capsys: Any) -> None:
+def test_a_resumed_run_keeps_its_id_and_is_sent_what_it_lacks(tmp_path, wandb, capsys):
     with track(tmp_path / "run") as tracker:
         for step in (1, 2, 3):
             tracker.log(step, {"train/loss": 1.0})
@@ -226,7 +226,7 @@ def run_with_the_real_wandb(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_the_real_wandb_without_a_key_writes_an_offline_run(tmp_path: Path) -> None:
+def test_the_real_wandb_without_a_key_writes_an_offline_run(tmp_path):
     folder = Path(run_with_the_real_wandb(tmp_path).split()[-1])
     (recorded,) = folder.glob("run-*.wandb")
     assert b"parity/worst_parameter" in recorded.read_bytes()
@@ -235,6 +235,6 @@ def test_the_real_wandb_without_a_key_writes_an_offline_run(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_program_ends_although_the_service_of_the_real_wandb_has_stopped(tmp_path: Path) -> None:
+def test_a_program_ends_although_the_service_of_the_real_wandb_has_stopped(tmp_path):
     assert "did not finish within 1 s" in run_with_the_real_wandb(tmp_path, "stop")
     assert summary(tmp_path / "run")["status"] == "completed"

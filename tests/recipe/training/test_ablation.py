@@ -1,7 +1,5 @@
 """The error that a missing line of the online softmax causes, and the tile where it first shows."""
 
-from __future__ import annotations
-
 import torch
 
 from attention import Ablation, AttentionConfig

@@ -1,9 +1,5 @@
 """The moving average of the weights: its recurrence, its place in checkpoints, and that training does not change."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -19,7 +15,7 @@ def average(trainer: Trainer) -> list[Tensor]:
     return [tensor.clone() for tensor in trainer.average.weights.values()]
 
 
-def test_it_follows_its_recurrence_and_stays_where_an_update_is_skipped() -> None:
+def test_it_follows_its_recurrence_and_stays_where_an_update_is_skipped():
     trainer = build(ema=DECAY)
     expected = weights(trainer)
     for step in range(5):
@@ -33,7 +29,7 @@ def test_it_follows_its_recurrence_and_stays_where_an_update_is_skipped() -> Non
     assert equal(average(trainer), before)
 
 
-def test_training_and_evaluation_do_not_notice_it() -> None:
+def test_training_and_evaluation_do_not_notice_it():
     with_average, without = build(ema=DECAY), build()
     windows = [batches(without).stored(100).widened()]
     assert losses(with_average, range(3)) == losses(without, range(3))
@@ -43,7 +39,7 @@ def test_training_and_evaluation_do_not_notice_it() -> None:
     assert measured["val/loss_ema"] != measured["val/loss"]
 
 
-def test_a_resumed_run_keeps_gains_or_loses_it(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_gains_or_loses_it(tmp_path):
     without, lost = build(), build()
     with_average, kept, gained = (build(ema=DECAY) for _ in range(3))
     losses(without, range(3))

@@ -55,7 +55,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_the_loaded_state_is_the_saved_one(tmp_path: Path) -> None:
+def test_the_loaded_state_is_the_saved_one(tmp_path):
     saved = {
         "model": {
             "transposed": torch.randn(3, 5).t(),
@@ -79,12 +79,12 @@ def test_the_loaded_state_is_the_saved_one(tmp_path: Path) -> None:
     assert read_manifest(path).metadata == {"config": {"seed": 1}}
 
 
-def test_weights_are_an_ordinary_safetensors_file(tmp_path: Path) -> None:
+def test_weights_are_an_ordinary_safetensors_file(tmp_path):
     weights = safetensors.torch.load_file(save(tmp_path, 5) / "model" / SHARD)
     assert torch.equal(weights["embedding"], state(5)["model"]["embedding"])
 
 
-def test_one_part_is_loaded_without_reading_the_other(tmp_path: Path) -> None:
+def test_one_part_is_loaded_without_reading_the_other(tmp_path):
     path = save(tmp_path, 5)
     (path / FILES[1]).write_bytes(b"damaged")
     assert newest_valid(tmp_path, ["model"]) == (path, [])
@@ -97,10 +97,10 @@ def test_one_part_is_loaded_without_reading_the_other(tmp_path: Path) -> None:
         load_checkpoint(path)
 
 
-def test_a_file_is_read_once_for_as_long_as_it_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_once_for_as_long_as_it_stays_as_it_is(tmp_path, monkeypatch):
     digest, read = hashlib.file_digest, list[str]()
 
-    def counted(file: Any, name: Any) -> Any:
+    def counted(file, name):
         read.append(file.name)
         return digest(file, name)
 
@@ -145,7 +145,7 @@ def before_each_operation(folder: Path, copies: Path, work: Callable[[], object]
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("step", [300, 200], ids=["a better one", "the same step again"])
-def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path, step: int) -> None:
+def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path, step):
     checkpoints = tmp_path / "checkpoints"
     save(checkpoints, 100, val_loss=2.0)
     save(checkpoints, 200, val_loss=1.5)
@@ -169,17 +169,15 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Pa
         assert not [name for name in names(folder) if name.startswith(".")], "leftovers are cleaned by the next save"
 
 
-def test_files_are_on_the_disk_before_the_checkpoint_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
     events: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
-    def noted_fsync(descriptor: int) -> None:
+    def noted_fsync(descriptor):
         events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    def noted_rename(path: Path, target: Path) -> Path:
+    def noted_rename(path, target):
         events.append(f"-> {target}")
         return rename(path, target)
 
@@ -194,7 +192,7 @@ def test_files_are_on_the_disk_before_the_checkpoint_has_its_name(
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["truncated", "emptied", "bit flipped", "removed"])
-def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path: Path, name: str, damage: str) -> None:
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path, name, damage):
     save(tmp_path, 100)
     newest = save(tmp_path, 200)
     content = bytearray((newest / name).read_bytes())
@@ -215,7 +213,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path: Path, na
         load_checkpoint(newest)
 
 
-def test_a_flipped_bit_anywhere_in_a_manifest_is_noticed(tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_in_a_manifest_is_noticed(tmp_path):
     path = save(tmp_path, 100)
     manifest = path / "manifest.json"
     content, good = manifest.read_bytes(), read_manifest(path)
@@ -229,7 +227,7 @@ def test_a_flipped_bit_anywhere_in_a_manifest_is_noticed(tmp_path: Path) -> None
             continue
 
 
-def test_without_a_valid_checkpoint_every_damaged_one_is_named(tmp_path: Path) -> None:
+def test_without_a_valid_checkpoint_every_damaged_one_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint to load"):
         newest_valid(tmp_path)
     for step in (1, 2):
@@ -238,7 +236,7 @@ def test_without_a_valid_checkpoint_every_damaged_one_is_named(tmp_path: Path) -
         newest_valid(tmp_path)
 
 
-def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     path = save(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
@@ -252,7 +250,7 @@ def assert_nothing_changed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 50, 1000])
-def test_a_file_that_cannot_be_written_is_one_clear_error_and_leaves_what_was_there(tmp_path: Path, limit: int) -> None:
+def test_a_file_that_cannot_be_written_is_one_clear_error_and_leaves_what_was_there(tmp_path, limit):
     folder = tmp_path / "run" / "checkpoints"
     save(folder, 100, val_loss=2.0)
     save(folder, 200, val_loss=1.0)
@@ -266,12 +264,10 @@ def test_a_file_that_cannot_be_written_is_one_clear_error_and_leaves_what_was_th
     assert is_state(load_checkpoint(newest_valid(folder)[0]), 300)
 
 
-def test_a_full_disk_says_to_free_some_space_and_an_interrupt_leaves_nothing_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_says_to_free_some_space_and_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch):
     failure: BaseException = KeyboardInterrupt()
 
-    def fail(*_: Any, **options: Any) -> None:
+    def fail(*_, **options):
         raise failure
 
     save(tmp_path / "checkpoints", 100, val_loss=2.0)
@@ -288,7 +284,7 @@ def test_a_full_disk_says_to_free_some_space_and_an_interrupt_leaves_nothing_hal
         save(tmp_path / "other" / "checkpoints", 100)  # from which nothing could continue
 
 
-def test_a_kill_and_then_a_failing_save_leave_the_checkpoint_that_was_being_replaced(tmp_path: Path) -> None:
+def test_a_kill_and_then_a_failing_save_leave_the_checkpoint_that_was_being_replaced(tmp_path):
     save(tmp_path, 100).rename(tmp_path / ".replaced-step-00000100")  # the state after a kill between the two renames
     assert is_state(load_checkpoint(newest_valid(tmp_path)[0]), 100)
     with files_limited_to(50), pytest.raises(CheckpointError, match="File too large"):
@@ -297,7 +293,7 @@ def test_a_kill_and_then_a_failing_save_leave_the_checkpoint_that_was_being_repl
     assert names(tmp_path) == {"step-00000100"}
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_the_newest_and_the_best_are_kept(tmp_path):
     for step, val_loss, steps, best in (
         (1, 3.0, {1}, 1),
         (2, 1.0, {1, 2}, 2),
@@ -314,7 +310,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert best_checkpoint(tmp_path) == (tmp_path / "step-00000006", {})
 
 
-def test_a_checkpoint_whose_manifest_cannot_be_read_is_named_and_never_removed(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_manifest_cannot_be_read_is_named_and_never_removed(tmp_path):
     save(tmp_path, 1, val_loss=1.0)
     save(tmp_path, 2, val_loss=2.0, keep_last=1)
     manifest = tmp_path / "step-00000001" / "manifest.json"
@@ -329,7 +325,7 @@ def test_a_checkpoint_whose_manifest_cannot_be_read_is_named_and_never_removed(t
     assert len(list(tmp_path.glob(f"unreadable-step-00000001-*/{FILES[0]}"))) == 1
 
 
-def test_a_copy_of_the_run_folder_without_links_goes_on(tmp_path: Path) -> None:
+def test_a_copy_of_the_run_folder_without_links_goes_on(tmp_path):
     save(tmp_path / "run", 1, 2.0)
     shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False)
     assert not (tmp_path / "copy" / "best").is_symlink()
@@ -338,7 +334,7 @@ def test_a_copy_of_the_run_folder_without_links_goes_on(tmp_path: Path) -> None:
     assert names(tmp_path / "copy") == {"step-00000001", "step-00000002", "best"}
 
 
-def test_a_run_resumed_before_a_damaged_checkpoint_keeps_the_new_checkpoints(tmp_path: Path) -> None:
+def test_a_run_resumed_before_a_damaged_checkpoint_keeps_the_new_checkpoints(tmp_path):
     save(tmp_path, 400)
     (save(tmp_path, 500) / FILES[0]).write_bytes(b"")
     save(tmp_path, 450, keep_last=1)

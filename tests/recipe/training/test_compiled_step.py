@@ -1,7 +1,5 @@
 """A compiled step is one graph, compiled once: whatever changes from step to step is an input to it."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from functools import partial

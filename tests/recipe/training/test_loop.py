@@ -1,11 +1,9 @@
 """The step is a function of its number, and the loop logs, saves, stops and fails where it should."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,7 +78,7 @@ def equal(these: list[Tensor], those: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
 
 
-def test_a_step_depends_on_its_number_and_the_weights_alone() -> None:
+def test_a_step_depends_on_its_number_and_the_weights_alone():
     model = replace(MODEL, dropout=0.2)
     straight, wandering = build(model=model), build(model=model)
     expected = losses(straight, range(4))
@@ -97,9 +95,7 @@ def test_a_step_depends_on_its_number_and_the_weights_alone() -> None:
     [(AttentionConfig(), 0.5), (AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch), 0.0)],
     ids=["replayed", "torch's"],
 )
-def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step(
-    attention: AttentionConfig, dropout: float
-) -> None:
+def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step(attention, dropout):
     trainer = build(attention, replace(MODEL, dropout=dropout))
     inputs, targets, *_ = batches(trainer).stored(0).widened()
     places = ((0, 0), (0, 1), (1, 0), (0, 0))
@@ -107,7 +103,7 @@ def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step(
     assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
 
 
-def test_the_probe_compares_with_the_masks_of_the_step() -> None:
+def test_the_probe_compares_with_the_masks_of_the_step():
     trainer, probe = build(model=replace(MODEL, dropout=0.3)), Mock()
     (batch,) = micro_batches(trainer, 1)
     loop.compare(probe, trainer, 1, batch)
@@ -116,7 +112,7 @@ def test_the_probe_compares_with_the_masks_of_the_step() -> None:
     assert losses(trainer, range(1, 2)) == pytest.approx([expected], abs=1e-6)
 
 
-def test_accumulated_micro_batches_are_one_batch_with_the_same_masks() -> None:
+def test_accumulated_micro_batches_are_one_batch_with_the_same_masks():
     model = replace(MODEL, dropout=0.2)
     whole = build(model=model, batch_size=8)
     parts = build(model=model, batch_size=2, batch_tokens=8 * T)
@@ -127,7 +123,7 @@ def test_accumulated_micro_batches_are_one_batch_with_the_same_masks() -> None:
 
 
 @pytest.mark.parametrize("culprit", ["loss", "gradient"])
-def test_a_step_that_is_not_finite_stops_before_its_update_and_is_named(culprit: str) -> None:
+def test_a_step_that_is_not_finite_stops_before_its_update_and_is_named(culprit):
     trainer, reference = build(), build()
     losses(reference, range(4))
     losses(trainer, range(4))
@@ -144,7 +140,7 @@ def test_a_step_that_is_not_finite_stops_before_its_update_and_is_named(culprit:
     assert equal(weights(trainer), weights(reference))
 
 
-def test_an_overflow_of_scaled_gradients_is_skipped_with_a_smaller_scale() -> None:
+def test_an_overflow_of_scaled_gradients_is_skipped_with_a_smaller_scale():
     trainer = build(precision=Precision.fp16)
     trainer.scale.fill_(2.0**40)
     before = weights(trainer)
@@ -158,12 +154,12 @@ def test_an_overflow_of_scaled_gradients_is_skipped_with_a_smaller_scale() -> No
 
 
 @pytest.mark.parametrize("precision", [Precision.bf16, Precision.fp16])
-def test_half_precision_trains_like_full_precision(precision: Precision) -> None:
+def test_half_precision_trains_like_full_precision(precision):
     half = losses(build(precision=precision), range(5))
     assert half == pytest.approx(losses(build(), range(5)), abs=0.02)
 
 
-def test_evaluation_is_the_mean_loss_without_dropout_and_changes_nothing() -> None:
+def test_evaluation_is_the_mean_loss_without_dropout_and_changes_nothing():
     trainer = build(model=replace(MODEL, dropout=0.3))
     windows = [batches(trainer).stored(step).widened() for step in (10, 11)]
     before = weights(trainer)
@@ -204,7 +200,7 @@ def run(recorder: Recorder, interruption: Interruption | None = None, probes: Se
     return fit(Run(*parts, recalls=probes))
 
 
-def test_lines_evaluations_and_checkpoints_come_when_they_are_due() -> None:
+def test_lines_evaluations_and_checkpoints_come_when_they_are_due():
     recorder = Recorder(steps=11, log_every=3, eval_every=4, checkpoint_every=5)
     assert run(recorder) == 11
     assert recorder.steps("log") == [0, 3, 4, 5, 6, 8, 9, 10, 11]
@@ -220,7 +216,7 @@ def test_lines_evaluations_and_checkpoints_come_when_they_are_due() -> None:
     assert val_loss[11] == recorder.events[-2][2]["val/loss"]
 
 
-def test_a_run_ends_at_the_first_evaluation_that_reaches_its_target() -> None:
+def test_a_run_ends_at_the_first_evaluation_that_reaches_its_target():
     training = {"steps": 11, "log_every": 100, "eval_every": 2, "checkpoint_every": 100}
     whole = Recorder(**training)
     assert run(whole) == 11
@@ -233,7 +229,7 @@ def test_a_run_ends_at_the_first_evaluation_that_reaches_its_target() -> None:
     assert recorder.steps("save") == [6]
 
 
-def test_probes_come_with_every_evaluation_and_change_no_bit_of_the_training() -> None:
+def test_probes_come_with_every_evaluation_and_change_no_bit_of_the_training():
     model = replace(MODEL, positions=Positions.rotary, dropout=0.1)
     plain, probed = (Recorder(model=model, steps=6, log_every=1, eval_every=3) for _ in range(2))
     run(plain)
@@ -249,7 +245,7 @@ def test_probes_come_with_every_evaluation_and_change_no_bit_of_the_training() -
     assert equal(weights(plain.trainer), weights(probed.trainer))
 
 
-def test_the_time_of_logging_counts_as_training_and_that_of_saving_does_not() -> None:
+def test_the_time_of_logging_counts_as_training_and_that_of_saving_does_not():
     recorder, pause = Recorder(steps=9, log_every=1, eval_every=0, checkpoint_every=3), 0.5
     recorder.at = {n: lambda: time.sleep(pause) for n in (4, 6)}  # after step 6 a checkpoint is saved
     run(recorder)
@@ -259,7 +255,7 @@ def test_the_time_of_logging_counts_as_training_and_that_of_saving_does_not() ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number: signal.Signals) -> None:
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number):
     recorder, before = Recorder(log_every=1, eval_every=0, checkpoint_every=1000), signal.getsignal(number)
     handlers = []
     recorder.at[3] = lambda: os.kill(os.getpid(), number)
@@ -272,7 +268,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number: signal.S
 
 
 @pytest.fixture
-def group() -> Iterator[None]:
+def group():
     """Ranks that ask each other, of which this process is the only one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -280,13 +276,11 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_signal_that_comes_while_ranks_ask_each_other_counts_after_the_next_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_signal_that_comes_while_ranks_ask_each_other_counts_after_the_next_step(monkeypatch):
     """The other ranks did not learn of it in this exchange, and would continue alone."""
     reduce = dist.all_reduce
 
-    def interrupted(number: Tensor, op: dist.ReduceOp, async_op: bool) -> dist.Work:
+    def interrupted(number, op, async_op):
         work = reduce(number, op, async_op=async_op)
         work.wait()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -303,11 +297,11 @@ def test_a_signal_that_comes_while_ranks_ask_each_other_counts_after_the_next_st
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("step_s", "asked"), [(0.01, 6), (0.5, 50), (2.0, 100)])
 def test_ranks_ask_each_other_about_once_a_second_and_a_signal_ends_the_run_within_a_step_and_a_second(
-    monkeypatch: pytest.MonkeyPatch, step_s: float, asked: int
-) -> None:
+    monkeypatch, step_s, asked
+):
     reduce, calls, now = dist.all_reduce, list[float](), 0.0
 
-    def counted(number: Tensor, op: dist.ReduceOp, async_op: bool) -> dist.Work:
+    def counted(number, op, async_op):
         calls.append(now)
         return reduce(number, op, async_op=async_op)
 
@@ -337,22 +331,20 @@ def test_ranks_ask_each_other_about_once_a_second_and_a_signal_ends_the_run_with
         RuntimeError("can't start new thread"),
     ],
 )
-def test_running_out_of_memory_ends_with_a_sentence_on_smaller_settings(error: Exception) -> None:
+def test_running_out_of_memory_ends_with_a_sentence_on_smaller_settings(error):
     sentence = r"attention=naive with seq_len=32 and training.batch_size=4 .*tiled"
     with pytest.raises(OutOfMemory, match=sentence), oom_guard(too_large_step(build())):
         raise error
     assert "tiled or sdpa" not in too_large_step(build(AttentionConfig("tiled")))  # whose memory is linear
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+def test_other_errors_are_not_taken_for_a_lack_of_memory():
     with pytest.raises(RuntimeError, match="another"), oom_guard("too large"):
         raise RuntimeError("another")
 
 
 @pytest.mark.parametrize(("seconds", "printed"), [(6.0, ["about 61 minutes for 100 steps on this CPU"]), (0.5, [])])
-def test_a_long_run_on_a_cpu_says_its_time_in_advance(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, printed: list[str]
-) -> None:
+def test_a_long_run_on_a_cpu_says_its_time_in_advance(monkeypatch, seconds, printed):
     """100 steps of two micro-batches, each as long as three evaluations of one; and three evaluations of four."""
     monkeypatch.setattr(loop, "time_of", lambda work: seconds)
     training = TrainingConfig(steps=100, eval_every=50)

@@ -1,10 +1,7 @@
 """The optimizers' groups and updates against torch's, and the schedules against their formulas."""
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -54,14 +51,14 @@ def rates(schedule: ScheduleConfig) -> list[float]:
     return [learning_rate(step, STEPS, PEAK, schedule) for step in range(STEPS + 1)]
 
 
-def test_auto_warms_up_for_a_tenth_of_the_steps_and_100_at_most() -> None:
+def test_auto_warms_up_for_a_tenth_of_the_steps_and_100_at_most():
     auto = ScheduleConfig()
     assert [auto.warmup(steps) for steps in (1, 3, 50, 999, 1200, 100_000)] == [0, 0, 5, 99, 100, 100]
     assert rates(auto) == rates(ScheduleConfig(warmup_steps=100))
 
 
 @pytest.mark.parametrize("name", ["cosine", "wsd", "constant"])
-def test_every_schedule_warms_up_linearly_to_the_peak(name: str) -> None:
+def test_every_schedule_warms_up_linearly_to_the_peak(name):
     warm = rates(ScheduleConfig(name=name, warmup_steps=100))[:101]
     assert warm == pytest.approx([PEAK * (step + 1) / 101 for step in range(101)])
     later = rates(ScheduleConfig(name=name, warmup_steps=0))
@@ -69,7 +66,7 @@ def test_every_schedule_warms_up_linearly_to_the_peak(name: str) -> None:
     assert (later == [PEAK] * 1001) == (name == "constant")
 
 
-def test_cosine_is_torchs_annealing_after_the_warm_up() -> None:
+def test_cosine_is_torchs_annealing_after_the_warm_up():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
     annealing = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS - 100, eta_min=0.1 * PEAK)
     expected = []
@@ -80,7 +77,7 @@ def test_cosine_is_torchs_annealing_after_the_warm_up() -> None:
     assert rates(ScheduleConfig(warmup_steps=100, min_lr_ratio=0.1))[100:] == pytest.approx(expected)
 
 
-def test_wsd_holds_the_peak_and_gives_it_up_over_the_last_fifth() -> None:
+def test_wsd_holds_the_peak_and_gives_it_up_over_the_last_fifth():
     lr = rates(ScheduleConfig(name="wsd", warmup_steps=100, min_lr_ratio=0.2))
     assert lr[100:801] == [PEAK] * 701
     assert lr[850] == pytest.approx(PEAK * (0.2 + 0.8 * (1 - math.sqrt(50 / 200))))
@@ -89,7 +86,7 @@ def test_wsd_holds_the_peak_and_gives_it_up_over_the_last_fifth() -> None:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_updates_are_torchs_clipping_and_unfused_adamw(clip: float) -> None:
+def test_updates_are_torchs_clipping_and_unfused_adamw(clip):
     model, reference = small_model(), small_model()
     config = OptimizerConfig(weight_decay=0.1, betas=(0.8, 0.95), clip=clip)
     optimizer = build_adamw(model, config)
@@ -122,7 +119,7 @@ def small_gpt() -> GPT:
     return GPT(config, 20, 8, build_attention(AttentionConfig()))
 
 
-def test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest() -> None:
+def test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest():
     model, reference = small_gpt(), small_gpt()
     config = OptimizerConfig(name="muon", lr=0.02, muon_lr=0.04, momentum=0.9, weight_decay=0.1)
     optimizer = build_muon(model, config)
@@ -165,7 +162,7 @@ def test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest() -> None:
         torch.testing.assert_close(parameter, expected)
 
 
-def test_muon_stacks_matrices_of_one_shape_within_its_memory() -> None:
+def test_muon_stacks_matrices_of_one_shape_within_its_memory():
     wide, tall = torch.Size([2**12, 2**13]), torch.Size([2**13, 2**12])
     matrices = [wide, tall, wide, torch.Size([2**20, 2**10]), wide, wide]
     assert stacks(matrices, STACKED) == [[0, 2], [4, 5], [1], [3]]
@@ -183,7 +180,7 @@ EVERY = page()["OPTIMIZERS"]
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_an_optimizer_divides_its_gradients_and_reads_its_learning_rate(name: str) -> None:
+def test_an_optimizer_divides_its_gradients_and_reads_its_learning_rate(name):
     """Clipping and the loss scale change nothing else: gradients and divisor 64 times as large give the same bits."""
     models = [small_gpt() for _ in range(3)]
     for model, scale, lr in zip(models, (1.0, 64.0, 1.0), (0.01, 0.01, 0.02), strict=True):
@@ -204,7 +201,7 @@ def train_with(optimizer: str, clip: float = 1.0) -> list[float]:
     return test_loop.losses(test_loop.build(steps=4, optimizer=options), range(4))
 
 
-def test_the_optimizer_of_the_page_trains_and_is_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimizer_of_the_page_trains_and_is_clipped(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "sgd", EVERY["sgd"])
     losses, clipped = train_with("sgd"), train_with("sgd", clip=1e-9)
     assert losses[-1] < losses[0] - 0.1 < clipped[-1]
@@ -228,18 +225,14 @@ def test_the_optimizer_of_the_page_trains_and_is_clipped(monkeypatch: pytest.Mon
         ),
     ],
 )
-def test_an_optimizer_that_would_ignore_part_of_the_training_is_refused(
-    monkeypatch: pytest.MonkeyPatch, build: Callable[..., torch.optim.Optimizer], sentence: str
-) -> None:
+def test_an_optimizer_that_would_ignore_part_of_the_training_is_refused(monkeypatch, build, sentence):
     monkeypatch.setitem(OPTIMIZERS, "own", build)
     with pytest.raises(UserError, match=re.escape(sentence)):
         train_with("own")
 
 
 @pytest.mark.parametrize(("name", "frozen"), [*((name, False) for name in EVERY), ("adamw", True)])
-def test_a_skipped_update_changes_no_bit_and_a_restored_optimizer_goes_on_with_the_same_ones(
-    tmp_path, name, frozen
-) -> None:
+def test_a_skipped_update_changes_no_bit_and_a_restored_optimizer_goes_on_with_the_same_ones(tmp_path, name, frozen):
     """Also if the model has parameters that are not trained."""
     build = EVERY[name]
     models = [small_gpt() for _ in range(3)]
@@ -247,7 +240,7 @@ def test_a_skipped_update_changes_no_bit_and_a_restored_optimizer_goes_on_with_t
         model.wpe.requires_grad_(not frozen)
     optimizers = [build(model, OptimizerConfig()) for model in models]
 
-    def train(which: int, first: int, last: int, disturbed: bool = False) -> None:
+    def train(which, first, last, disturbed=False):
         for step in range(first, last):
             fill_gradients(models[which], step)
             set_learning_rate(optimizers[which], 0.01 * (step + 1))

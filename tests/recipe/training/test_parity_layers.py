@@ -1,7 +1,5 @@
 """Each layer's attention alone: a run's probe detects errors in bf16 that the whole model's rounding hides."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +19,7 @@ from recipe.compare.verdict import Verdict
 from recipe.training.parity import summarise, wrong_alone
 from recipe.training.parity_layers import check_layers, part
 from tests.attention.faults import batches, probed, registered
-from tests.recipe.compare.reading import Line, edit, runs_in
+from tests.recipe.compare.reading import edit, runs_in
 from tests.recipe.compare.synthetic import write_run
 from tests.right_attention import RIGHT
 from tests.wrong_attention import FAULTS, WRONG, Fault
@@ -56,7 +54,7 @@ SHOWN_ELSEWHERE = {
 
 
 @pytest.mark.parametrize("name", [name for name in FAULTS if name not in SHOWN_ELSEWHERE])
-def test_a_fault_is_caught_in_bf16(name: str, caplog: pytest.LogCaptureFixture):
+def test_a_fault_is_caught_in_bf16(name, caplog):
     count = 3 if name == "rare_call" else 1
     found = probed(FAULTS[name], "bf16", count=count, n_layers=2 if name == "rare_call" else 1)
     assert found["warned"] is not None
@@ -71,7 +69,7 @@ RIGHT_IN = [(name, "bf16") for name in RIGHT] + [(name, dtype) for name in FEW f
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), RIGHT_IN)
-def test_correct_attention_is_not_accused(name: str, dtype: str):
+def test_correct_attention_is_not_accused(name, dtype):
     config = replace(RIGHT[name], dropout=0.0 if name == "sdpa" else 0.1)
     found = probed(Fault(config, Score(sinks=name != "sdpa")), dtype, seed=7, count=1, n_layers=1)
     assert found["warned"] is None, found
@@ -105,7 +103,7 @@ BY_FORMULA = {
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, torch.bfloat16) for name in BY_FORMULA), ("gates", torch.float32)]
 )
-def test_attention_by_formula_is_judged_and_not_accused(name: str, dtype: torch.dtype):
+def test_attention_by_formula_is_judged_and_not_accused(name, dtype):
     found = scored("tiled", dtype, BY_FORMULA[name], documents=name == "bias")
     assert 0 < found["parity/attention_error"] < 1, found
     assert 0 < found["parity/attention_error_higher"] < 1, found
@@ -135,7 +133,7 @@ class Changes(NaiveAttention):
         ("gates", "tensor", "out"),
     ],
 )
-def test_a_wrong_tensor_or_gradient_of_a_formula_is_caught(score, fault, result, monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_tensor_or_gradient_of_a_formula_is_caught(score, fault, result, monkeypatch):
     monkeypatch.setitem(attention.IMPLEMENTATIONS, "changes", Changes)
     monkeypatch.setattr(Changes, "fault", fault)
     found = scored("changes", torch.bfloat16, BY_FORMULA[score])
@@ -173,7 +171,7 @@ class TakesBf16Alone(NaiveAttention):
         return super().attend(q, k, v, call)
 
 
-def test_precisions_in_which_layers_were_not_compared_are_recorded(monkeypatch: pytest.MonkeyPatch):
+def test_precisions_in_which_layers_were_not_compared_are_recorded(monkeypatch):
     monkeypatch.setitem(attention.IMPLEMENTATIONS, "takes_bf16_alone", TakesBf16Alone)
     found = scored("takes_bf16_alone", torch.bfloat16, ScoreConfig(), dropout=0.0)
     assert wrong_alone(found) is None
@@ -200,7 +198,7 @@ def test_an_error_above_what_rounding_explains_is_wrong():
 def test_the_page_claims_nothing_where_nothing_was_compared(tmp_path):
     folder = write_run(tmp_path / "flash", "flash", 1)
 
-    def unseen(line: Line) -> Line:
+    def unseen(line):
         kept = {name: value for name, value in line.items() if not name.startswith("parity/")}
         older = {} if line["step"] else {"parity/attention_error": 0.0, "parity/attention_worst": ""}
         return kept | older | {"parity/attention_unseen": "layer 0 (it compares s)"}

@@ -1,7 +1,5 @@
 """The probe: its measurements, that it changes nothing, and that it detects exactly the wrong implementations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -42,7 +40,7 @@ class TooLarge(NaiveAttention):
 
 
 @pytest.fixture(autouse=True)
-def known() -> Iterator[None]:
+def known():
     with registered():
         attention.IMPLEMENTATIONS[TooLarge.name] = TooLarge
         yield
@@ -115,7 +113,7 @@ def test_the_same_attention_with_the_same_masks_differs_by_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.attention, Recompute.block])
-def test_a_pass_gives_the_loss_and_gradients_of_training(recompute: Recompute, dtype: torch.dtype):
+def test_a_pass_gives_the_loss_and_gradients_of_training(recompute, dtype):
     """The independent reference is backward() on a model whose weights have that precision."""
     config = AttentionConfig(dropout=0.1)
     batch, key = next(batches(3, 1))
@@ -128,7 +126,7 @@ def test_a_pass_gives_the_loss_and_gradients_of_training(recompute: Recompute, d
 
 
 @pytest.fixture(scope="module")
-def trained() -> GPT:
+def trained():
     model = small_gpt(AttentionConfig(dropout=0.1))
     train(model, seed=1, steps=40)
     return model
@@ -139,7 +137,7 @@ def trained() -> GPT:
     # While scores are small the missing rescaling matters little: less than bf16's rounding.
     [(name, torch.float32) for name in WRONG] + [(name, torch.bfloat16) for name in WRONG if name != "no_rescaling"],
 )
-def test_a_wrong_implementation_is_beyond_rounding(trained: GPT, name: str, dtype: torch.dtype):
+def test_a_wrong_implementation_is_beyond_rounding(trained, name, dtype):
     trained.attend = build_attention(WRONG[name])
     found = beyond_rounding(probe_for(WRONG[name], dtype).measure(trained, *next(batches(2, 1))))
     assert found is not None
@@ -157,7 +155,7 @@ def test_a_correct_implementation_is_within_rounding():
     assert beyond_rounding(measured | {"parity/grad_rel_err": math.nan}) is not None
 
 
-def test_a_reference_that_runs_out_of_memory_gets_fewer_tokens_with_a_note(caplog: pytest.LogCaptureFixture):
+def test_a_reference_that_runs_out_of_memory_gets_fewer_tokens_with_a_note(caplog):
     probe = probe_for(AttentionConfig(), reference="too_large")
     model, micro_batch = small_gpt(AttentionConfig()), next(batches(1, 1))
     assert probe.measure(model, *micro_batch)["parity/tokens"] == [1, 16]
@@ -167,7 +165,7 @@ def test_a_reference_that_runs_out_of_memory_gets_fewer_tokens_with_a_note(caplo
     assert not caplog.text  # it has remembered the size that fits
 
 
-def test_scores_that_will_not_fit_the_free_memory_are_not_tried(monkeypatch: pytest.MonkeyPatch):
+def test_scores_that_will_not_fit_the_free_memory_are_not_tried(monkeypatch):
     config = AttentionConfig()
     model, probe = small_gpt(config), probe_for(config)
     # Two sequences: 3 matrices x 2 layers x 2 heads of 32 x 32 fp64 scores, and 4 x 65 logits per token.
@@ -182,7 +180,7 @@ def test_masks_that_cannot_be_replayed_are_refused():
 
 
 def test_summary_is_the_worst_of_every_check():
-    def line(step: int, grad: float, parameter: str) -> dict[str, object]:
+    def line(step, grad, parameter):
         return {
             "step": step,
             **dict.fromkeys(("parity/loss_diff", "parity/logits_max_diff"), 1.0 * step),

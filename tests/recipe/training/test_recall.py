@@ -1,7 +1,5 @@
 """Probes against models whose answers and losses are known."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -47,7 +45,7 @@ class ShortSighted:
         return hidden
 
 
-def test_accuracy_by_length_and_distance_shows_how_far_a_model_sees() -> None:
+def test_accuracy_by_length_and_distance_shows_how_far_a_model_sees():
     model, probe = ShortSighted(16, Positions.none), TaskRecall(TASKS["needle"], T)
     metrics, details = probe.details(model)  # type: ignore[arg-type]
     assert details["lengths"] == [32, 64, 128, 256]
@@ -61,19 +59,19 @@ def test_accuracy_by_length_and_distance_shows_how_far_a_model_sees() -> None:
     assert metrics["probe/needle_x4"] == pytest.approx(np.concatenate(within).mean())
 
 
-def test_at_the_trained_length_the_accuracy_is_that_of_every_evaluation() -> None:
+def test_at_the_trained_length_the_accuracy_is_that_of_every_evaluation():
     probe = TaskRecall(TASKS["needle"], T)
     assert probe.measure(ShortSighted(T, Positions.none)) == {"probe/needle": 1.0}  # type: ignore[arg-type]
     assert probe.measure(ShortSighted(0, Positions.none)) == {"probe/needle": 0.0}  # type: ignore[arg-type]
 
 
-def test_learned_positions_are_not_measured_beyond_their_length() -> None:
+def test_learned_positions_are_not_measured_beyond_their_length():
     metrics, details = TaskRecall(TASKS["needle"], T).details(ShortSighted(T, Positions.learned))  # type: ignore[arg-type]
     assert (metrics, details["lengths"]) == ({}, [T])
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name != "needle"])
-def test_every_task_is_measured_at_every_distance_that_it_asks(name: str) -> None:
+def test_every_task_is_measured_at_every_distance_that_it_asks(name):
     task = TASKS[name]
     _, details = TaskRecall(task, T).details(build(SMALL))
     asked = {
@@ -90,7 +88,7 @@ def build(config: GPTConfig, seq_len: int = T) -> GPT:
 
 
 @pytest.mark.parametrize("positions", [Positions.rotary, Positions.none])
-def test_a_stretched_model_is_the_model_of_that_length_and_then_itself_again(positions: Positions) -> None:
+def test_a_stretched_model_is_the_model_of_that_length_and_then_itself_again(positions):
     config = replace(SMALL, positions=positions)
     short, long = build(config), build(config, 4 * T)
     tokens = torch.randint(256, (2, 4 * T), generator=torch.Generator().manual_seed(0))
@@ -116,7 +114,7 @@ class LossByPosition:
         return F.one_hot((tokens + 1) % 256, 256) * right[None, :, None]
 
 
-def test_the_loss_by_position_is_that_of_each_place_in_the_window() -> None:
+def test_the_loss_by_position_is_that_of_each_place_in_the_window():
     text = np.arange(5000, dtype=np.uint16) % 256
     model, probe = LossByPosition(), PositionLoss(text, 40)
     expected = math.log(256) / (1 + np.arange(320))

@@ -1,7 +1,5 @@
 """A resumed run is bitwise the run that was never interrupted, however it was interrupted."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -68,7 +66,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def where(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Path:
+def where(tmp_path_factory, forked):
     """A folder with a text, and in `whole` a run that was never interrupted."""
     folder = tmp_path_factory.mktemp("resume")
     text = Path(os.__file__).read_text()[:27_000]
@@ -78,21 +76,19 @@ def where(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Path:
 
 
 @pytest.mark.slow
-def test_on_a_cpu_the_bits_are_those_of_the_number_of_threads_that_the_run_began_with(
-    where: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_cpu_the_bits_are_those_of_the_number_of_threads_that_the_run_began_with(where, monkeypatch):
     """Of one thread and of two they differ, which torchrun and a process alone have by default."""
     monkeypatch.chdir(where)
     given = [*OVERRIDES, "seq_len=128", "training.batch_size=12", "training.batch_tokens=1536", "model.n_embd=128"]
     given += ["schedule=constant", "schedule.warmup_steps=0", "training.eval_every=0", "model.n_layers=1"]
 
-    def run(name: str, threads: int, *overrides: str) -> Path:
+    def run(name, threads, *overrides):
         """A run where torch has so many threads by default."""
         with computing_with(threads):
             train(*overrides, f"hydra.run.dir={name}")
         return Path(name)
 
-    def different(run: Path, other: Path) -> list[str]:
+    def different(run, other):
         theirs = final_state(other)
         return [name for name, tensor in final_state(run).items() if not torch.equal(tensor, theirs[name])]
 
@@ -106,7 +102,7 @@ def test_on_a_cpu_the_bits_are_those_of_the_number_of_threads_that_the_run_began
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where, capsys):
     """Stopped by a signal, resumed, killed, resumed."""
     run, overrides, stopped = where / "interrupted", OVERRIDES, 0
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -136,7 +132,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, capsys: 
 
 
 @pytest.fixture
-def runs(where: Path, here: Path) -> Path:
+def runs(where, here):
     """outputs/older and outputs/newer, copies of the complete run, below the working directory."""
     shutil.copy(where / "text.txt", here)
     for age, name in ((100, "older"), (50, "newer")):
@@ -160,7 +156,7 @@ def damage(checkpoint: Path) -> None:
     weights.write_bytes(content)
 
 
-def test_auto_takes_the_newest_run_with_a_valid_checkpoint(runs: Path) -> None:
+def test_auto_takes_the_newest_run_with_a_valid_checkpoint(runs):
     assert resumed("resume=auto") == "outputs/newer"
     (runs / "newest" / "checkpoints").mkdir(parents=True)
     assert resumed("resume=auto") == "outputs/newer"
@@ -169,7 +165,7 @@ def test_auto_takes_the_newest_run_with_a_valid_checkpoint(runs: Path) -> None:
     assert resumed("resume=auto") == "outputs/older"
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_passed_over(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(runs, capsys):
     newest = Path("outputs/newer/checkpoints") / f"step-{STEPS:08d}"
     damage(newest)
     train("resume=auto")
@@ -177,7 +173,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(runs: Path, capsys
     assert_same_run(runs / "newer", runs / "older")
 
 
-def test_resuming_takes_the_recorded_overrides_and_the_new_ones(runs: Path) -> None:
+def test_resuming_takes_the_recorded_overrides_and_the_new_ones(runs):
     changed = ["attention=tiled", "model.dropout=0", "optimizer.lr=1e-4", "training.batch_tokens=128"]
     train("resume=auto", "training.steps=63", *changed)
     recorded = summary(runs / "newer")
@@ -188,7 +184,7 @@ def test_resuming_takes_the_recorded_overrides_and_the_new_ones(runs: Path) -> N
     assert losses(runs / "newer")[: STEPS + 1] == losses(runs / "older")
 
 
-def test_a_complete_run_is_left_as_it_is(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_run_is_left_as_it_is(runs, capsys):
     before = contents(runs)
     train("resume=outputs/older")
     assert "outputs/older is complete with 60 steps" in capsys.readouterr().out
@@ -197,7 +193,7 @@ def test_a_complete_run_is_left_as_it_is(runs: Path, capsys: pytest.CaptureFixtu
     assert contents(runs) == before
 
 
-def test_where_every_checkpoint_is_damaged_nothing_starts_again(runs: Path) -> None:
+def test_where_every_checkpoint_is_damaged_nothing_starts_again(runs):
     for checkpoint in (runs / "newer" / "checkpoints").glob("step-*"):
         damage(checkpoint)
     for arguments in (["resume=outputs/newer"], ["resume=auto", "hydra.run.dir=outputs/newer"]):
@@ -208,7 +204,7 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_again(runs: Path) -> N
         prepare(["resume=auto"])
 
 
-def test_auto_starts_a_run_in_a_folder_without_a_checkpoint(runs: Path) -> None:
+def test_auto_starts_a_run_in_a_folder_without_a_checkpoint(runs):
     run = Path("outputs/killed-early")
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 0, "val/loss": 9.0}\n')
@@ -217,7 +213,7 @@ def test_auto_starts_a_run_in_a_folder_without_a_checkpoint(runs: Path) -> None:
     assert losses(run)[0] == losses(runs / "newer")[0]
 
 
-def test_another_model_or_other_data_are_refused_and_leave_the_run_alone(runs: Path) -> None:
+def test_another_model_or_other_data_are_refused_and_leave_the_run_alone(runs):
     before = contents(runs)
     refused = "step-00000060 was trained with .* instead of {}; leave that out"
     with pytest.raises(ConfigError, match=refused.format("model.n_layers=3")):
@@ -237,7 +233,7 @@ def test_another_model_or_other_data_are_refused_and_leave_the_run_alone(runs: P
             check_resumable(config, other, checkpoint)
 
 
-def test_with_rotary_positions_a_resumed_run_may_have_longer_sequences(runs: Path) -> None:
+def test_with_rotary_positions_a_resumed_run_may_have_longer_sequences(runs):
     run = runs / "rotary"
     train(*OVERRIDES, "model.positions=rotary", "training.steps=6", f"hydra.run.dir={run}")
     train(f"resume={run}", "seq_len=64", "training.batch_size=6", "training.steps=7")
@@ -245,7 +241,7 @@ def test_with_rotary_positions_a_resumed_run_may_have_longer_sequences(runs: Pat
     assert losses(run)[-1][1] < losses(run)[0][2]
 
 
-def test_a_checkpoint_of_another_run_is_refused(runs: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused(runs):
     rewrite(runs / "newer" / ".hydra" / "config.yaml", "n_layers: 2", "n_layers: 3")
     rewrite(runs / "newer" / ".hydra" / "overrides.yaml", "model.n_layers=2", "model.n_layers=3")
     with pytest.raises(ConfigError, match=r"n_layers=2 instead of .*n_layers=3; .* put the run's own checkpoints"):
