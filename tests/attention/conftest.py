@@ -1,7 +1,5 @@
 """Fixtures: a Hopper GPU that this machine need not have, and attention that is right or wrong on purpose."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

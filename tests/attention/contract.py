@@ -4,8 +4,6 @@ All registered implementations are tested, and none is named here. Features that
 dropout or a log-sum-exp, are not tested; test_contract.py lists the features that this repository's must support.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

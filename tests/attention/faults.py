@@ -8,8 +8,6 @@ The first writes bench/results/attention-faults-<CPU>.json, the others attention
 the table beside it into docs/check.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

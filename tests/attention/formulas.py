@@ -1,7 +1,5 @@
 """Random problems for scores by formula: Python evaluates the text, and the check's formula the attention."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace

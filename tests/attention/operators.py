@@ -1,7 +1,5 @@
 """The custom operators that a compiled call reaches, and their arguments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 tests/attention/test_check_judge.py compares that formula with PyTorch's attention and autograd in fp64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Implementations and cases for the tests of `gpt-attention check`."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from unittest.mock import patch

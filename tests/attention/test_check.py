@@ -1,7 +1,5 @@
 """`gpt-attention check`: how it calls what it checks, its verdicts on wrong attention, its programs and its command."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

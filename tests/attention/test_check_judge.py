@@ -1,7 +1,5 @@
 """The judge of `gpt-attention check`: its formula, the rounding that it expects, and its verdicts row by row."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

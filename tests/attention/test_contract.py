@@ -1,7 +1,5 @@
 """Every registered implementation against the formula in fp64: the check's judge finds nothing but rounding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention to a cache, against the formula in fp64, sequence by sequence; and writing keys and values to the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Philox against its published vectors, and the keep mask against its docstring and against chance."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

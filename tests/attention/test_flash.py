@@ -1,7 +1,5 @@
 """The Triton kernels: in the interpreter where there is no GPU, at small sizes; tests/gpu/ has the full grid."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from typing import Any

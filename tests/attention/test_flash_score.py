@@ -1,7 +1,5 @@
 """Windows, documents, ALiBi, soft caps and sinks in the Triton kernels, at small sizes, as in test_flash.py."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """attention-gym's examples for flex_attention as formulas, the most useful of which docs/formulas.md lists."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

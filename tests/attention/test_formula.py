@@ -1,7 +1,5 @@
 """Scores by formula: the language and its refusals, derivatives, and the implementations in torch."""
 
-from __future__ import annotations
-
 import mmap
 import random
 import time

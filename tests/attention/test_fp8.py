@@ -1,7 +1,5 @@
 """attention.precision=fp8: its error compared with fp64 of the same quantised inputs, and the calls that it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

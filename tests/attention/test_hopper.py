@@ -1,7 +1,5 @@
 """The Hopper path without a Hopper GPU: the kernels that calls run on."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

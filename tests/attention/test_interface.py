@@ -1,7 +1,5 @@
 """Calls that break the contract are refused with a message that names a remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The faster interpreter of the tests computes the same bits as Triton's."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What attention/flash/launch.py writes for a recorded call does with other tensors what the call does."""
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 import re

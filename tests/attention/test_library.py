@@ -1,7 +1,5 @@
 """attention/ as the library that `pip install` brings: its wheel is built, and imported away from the repository."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

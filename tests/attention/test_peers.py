@@ -3,8 +3,6 @@
 Where there is no GPU, tests/flash_attn_stand_in.py takes the place of the libraries; tests/gpu/test_peers.py has them.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

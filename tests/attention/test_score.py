@@ -1,7 +1,5 @@
 """Scores and layouts: their meaning, refused combinations, flex, and the tiles that tiled visits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

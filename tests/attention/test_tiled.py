@@ -1,7 +1,5 @@
 """The properties of tiled: one tile of scores at a time, the same result for every tile size, linear memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks

@@ -4,8 +4,6 @@ torch has no such operators for a CPU, so that those tested here are ours. tests
 on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of transformers with this library's attention, against their eager attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

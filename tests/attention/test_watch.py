@@ -1,7 +1,5 @@
 """Judging the attention of a model that trains: right calls pass, planted faults are flagged, no bit changes."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable

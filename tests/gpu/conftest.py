@@ -1,7 +1,5 @@
 """Settings of all tests on a GPU. `python -m pytest tests/gpu -n 12` fits one with 80 GB."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Capture of a test's function in a CUDA graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """What some tests on a GPU need besides one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 torchrun --nproc-per-node 2 -m tests.gpu.several_gpus <folder> <group>
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """`gpt-attention check` on a GPU."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -1,7 +1,5 @@
 """Attention to a cache on a GPU: accuracy in every precision, CUDA graphs and torch.compile, without host syncs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The Triton kernels on a GPU: the full grid of shapes, and properties that only a GPU can show."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

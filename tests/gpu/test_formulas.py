@@ -1,7 +1,5 @@
 """Scores by formula in the kernels of a GPU, plain and Hopper, against fp64."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Generation on a GPU: replayed graphs, packed prompts and fixed slots, against the whole text through the model."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from typing import Any

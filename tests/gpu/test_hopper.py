@@ -1,7 +1,5 @@
 """The Hopper kernels on a Hopper GPU, forced: the grid of shapes, the mask, races and deadlocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The Hopper kernels on a Hopper GPU, forced, at their limits: grids that must end, huge tensors, inf and NaN."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several sequences in one row through the Hopper kernels on a Hopper GPU, forced: prefill in one call, and cuts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The Hopper kernels on a Hopper GPU, forced: windows, documents, biases, soft cap, sinks and offsets."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

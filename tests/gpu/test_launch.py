@@ -1,7 +1,5 @@
 """A call alike is replayed: it computes the same bits as one that Triton launches, on any stream, thread and GPU."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixers on a GPU: the kernels of flash-linear-attention against the definition in fp64, our layers against theirs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

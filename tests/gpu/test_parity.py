@@ -1,7 +1,5 @@
 """The probe on a GPU: it changes no compiled or replayed step, and stays within its memory."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

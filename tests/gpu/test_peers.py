@@ -1,7 +1,5 @@
 """attention=varlen, where torch has it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products of cuBLASLt with GELU in their epilogue, beside PyTorch's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """On a GPU too, a resumed run is bitwise the run that was never interrupted: compiled or not, in bf16 with dropout."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """On several GPUs the bits are those of one: replicated and sharded, compiled with a CUDA graph and eager."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

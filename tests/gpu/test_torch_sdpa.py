@@ -1,7 +1,5 @@
 """Our kernels under torch's switch on a GPU: the calls that torch gives to its FlashAttention, in training too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

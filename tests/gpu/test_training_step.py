@@ -1,7 +1,5 @@
 """The step on a GPU: replayed as a graph or not, it computes the same, and it never makes the host wait."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """Models of transformers with the kernels on a GPU, against their eager attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`watch` in the trainer of a model of transformers, GPT-2 124M with 8 x 1,024 tokens in bf16."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """The check of mixers: planted faults are caught, right mixers are not accused."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The layers of mixers: parameters as published, documents, states, and their gates against the formulas by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A mixer's recurrence: the definition against numbers by hand, chunks against the definition."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixers with common mistakes, for tests that have to catch them. A docstring describes the mistake."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

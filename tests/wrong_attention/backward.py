@@ -1,7 +1,5 @@
 """Mistakes in dropout's masks, and mistakes that only gradients show."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Mistakes that only unusual inputs show: each has the line of the check that finds it."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.attention_in_steps import Steps

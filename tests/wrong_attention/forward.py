@@ -1,7 +1,5 @@
 """Mistakes that the output shows."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import torch

@@ -1,7 +1,5 @@
 """The list of wrong attention, and how one is added."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
