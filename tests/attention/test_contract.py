@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from attention import AttentionConfig, Score, documents, varlen
@@ -34,6 +35,7 @@ from tests.attention.reference import (
     gradients,
 )
 from tests.attention.subjects import subject_of
+from tests.equal import assert_equal
 
 EVERYTHING = SCORE_CASES["everything"]
 HAVING_ALL = supporting(*EVERYTHING.score.features(), *EVERYTHING.layout().features())
@@ -95,8 +97,7 @@ def test_activation_checkpointing_draws_the_same_mask_again(name):
     q, k, v, dout = tensors_of(name, Case(1, 2, 1, 40, 40, 16))
     run = partial(attend, dropout_key=KEY)
     got = gradients(lambda q, k, v: checkpoint(run, q, k, v, use_reentrant=False), q, k, v, dout)
-    expected = gradients(run, q, k, v, dout)
-    assert all(torch.equal(got[field], expected[field]) for field in expected)
+    assert_equal(got, gradients(run, q, k, v, dout))
 
 
 @pytest.mark.parametrize("name", REPLAYING)
@@ -150,8 +151,8 @@ def test_empty_inputs_give_empty_or_zero_results(name, B, T, S):
 def test_a_scale_of_zero_gives_all_visible_keys_the_same_weight(name):
     tensors = tensors_of(name, Case(1, 2, 1, 40, 40, 16))
     got = gradients(partial(build(name), scale=0.0), *tensors)
-    for key, x in gradients(lambda q, k, v: formula(0 * q, k, v), *tensors).items():
-        torch.testing.assert_close(got[key], x, rtol=1e-4, atol=1e-5)
+    expected = gradients(lambda q, k, v: formula(0 * q, k, v), *tensors)
+    assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -162,8 +163,7 @@ def test_the_inputs_decide_the_precision_under_autocast(name):
         with torch.autocast(device_of(name), torch.bfloat16):
             return build(name)(*qkv)
 
-    got, expected = (gradients(attend, *tensors) for attend in (under_autocast, build(name)))
-    assert all(torch.equal(got[key], x) for key, x in expected.items())
+    assert_equal(gradients(under_autocast, *tensors), gradients(build(name), *tensors))
 
 
 @pytest.mark.parametrize("name", sorted({*RETURNING_LSE} & {*supporting("sinks")}))
@@ -174,7 +174,7 @@ def test_without_keys_the_sink_is_all_there_is(name):
         q, k, v, _ = tensors_of(name, Case(1, 2, 2, T, S, 16))
         out, lse = build(name)(q, k, v, score=Score(sinks=True), sinks=sinks, return_lse=True)
         assert lse is not None
-        torch.testing.assert_close(lse[0, :, : T - S], sinks.detach()[:, None].expand(2, T - S))
+        assert_close(lse[0, :, : T - S], sinks.detach()[:, None].expand(2, T - S))
         assert not out[:, :, : T - S].any()
         (gradient,) = torch.autograd.grad(out[:, :, : T - S].sum(), sinks, allow_unused=True)
         assert gradient is None or not gradient.any()
@@ -221,5 +221,4 @@ def test_everything_compiles_to_one_graph_that_neither_documents_nor_a_key_recom
             starts = torch.tensor([sum(lengths[:n]) for n, length in enumerate(lengths) for _ in range(length)])
             starts = starts.int().expand(1, -1).contiguous().to(device)
             got, expected = (results(starts, torch.tensor(step), x) for x in (compiled, attend))
-            for key, x in expected.items():
-                torch.testing.assert_close(got[key], x, rtol=1e-5, atol=1e-6)
+            assert_close(got, expected, rtol=1e-5, atol=1e-6)

@@ -13,6 +13,7 @@ from attention.decode import write_kernel
 from attention.decode.cache import write as write_in_torch
 from attention.flash.decode import choose_blocks
 from tests.attention.reference import assert_rounding, published_slopes
+from tests.equal import assert_equal
 
 SCORES: dict[str, Score] = {
     "plain": Score(),
@@ -118,10 +119,10 @@ def test_splits_are_longer_where_a_gpu_has_no_room_for_more(monkeypatch):
 @pytest.mark.parametrize("score", [SCORES["plain"], SCORES["everything"]], ids=["plain", "everything"])
 def test_shuffled_pages_decode_as_one_row_does_bitwise(attend, score, size):
     cache, q = contiguous([96, 0, 17], 100, 2, 16), queries(3, 8, 2, 16)
-    out, lse = attend.decode(q, cache, **extras(score, q), return_lse=True)
-    again, lse_again = attend.decode(q, paged(cache, size), **extras(score, q), return_lse=True)
-    assert torch.equal(out, again)
-    assert torch.equal(lse, lse_again)
+    in_rows, in_pages = (
+        attend.decode(q, some, **extras(score, q), return_lse=True) for some in (cache, paged(cache, size))
+    )
+    assert_equal(in_pages, in_rows)
 
 
 def test_pages_before_the_window_may_be_gone(attend):
@@ -157,7 +158,7 @@ def test_new_tokens_follow_those_of_their_sequence(size, in_kernel, monkeypatch)
             begin, end = [n + step for n in prompts], [n + step + 1 for n in prompts]
             cache = cache._replace(lengths=torch.tensor(end, dtype=torch.int32))
             cache.write(torch.stack(taken(tokens.k, begin, end)), torch.stack(taken(tokens.v, begin, end)))
-        assert all(map(torch.equal, cache.read(0, 64), tokens.read(0, 64)))
+        assert_equal(cache.read(0, 64), tokens.read(0, 64))
 
 
 def emptied(cache: Cache) -> Callable[[list[int]], Cache]:

@@ -2,7 +2,6 @@
 
 import math
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.testing import assert_close
 
 from attention import AttentionConfig, AttentionShape, Score, UnsupportedAttention, build_attention, gpu
 from attention.flash import call as calls
@@ -43,10 +43,6 @@ def test_every_rate_is_realised_exactly(p):
     assert_accurate(flash(p), Case(1, 1, 1, 64, 64, 16, dropout=p), torch.float32, DEVICE)
 
 
-def on_device(*tensors: Tensor) -> Any:
-    return [x.to(DEVICE) for x in tensors]
-
-
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["pointers", "copy engine"])
 @pytest.mark.parametrize("D", sorted({min(key.head_dim, 256) for table in calls.TABLES.values() for key in table}))
 def test_every_table_of_blocks_drops_the_weights_of_the_mask(D, capability, monkeypatch):
@@ -59,7 +55,7 @@ def test_every_table_of_blocks_drops_the_weights_of_the_mask(D, capability, monk
 
 def test_a_part_of_heads_queries_and_keys_draws_its_part_of_the_mask():
     for got, exact in with_part_of_the_mask(flash(0.5), 16, torch.float32, DEVICE):
-        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+        assert_close(got, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_views_of_a_fused_projection_are_used_as_they_lie():
@@ -69,7 +65,7 @@ def test_views_of_a_fused_projection_are_used_as_they_lie():
     assert all(tiles.addressable(x) is x for x in (q, k, v))
     out = flash()(q, k, v).out
     assert out.transpose(1, 2).is_contiguous(), "the output lies as the next projection reads it"
-    torch.testing.assert_close(out, formula(q, k, v, causal=True))
+    assert_close(out, formula(q, k, v, causal=True))
 
 
 def projected(x: Tensor, n_kv_heads: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,12 +77,12 @@ def projected(x: Tensor, n_kv_heads: int, T: int) -> tuple[Tensor, Tensor, Tenso
 
 @pytest.mark.parametrize("keys", [40, 30], ids=["whole", "cut"])
 def test_views_of_one_projection_get_the_gradient_of_the_formula(keys):
-    x, do = on_device(*(torch.randn(2, 40, n, 16, generator=torch.Generator().manual_seed(n)) for n in (4 + 2 * 2, 4)))
+    x, do = (torch.randn(2, 40, n, 16, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (8, 4))
     do = do.transpose(1, 2)
     leaf = x.clone().requires_grad_()
     (got,) = torch.autograd.grad(flash()(*projected(leaf, 2, keys)).out, leaf, do)
     (expected,) = torch.autograd.grad(formula(*projected(leaf.double(), 2, keys), causal=True), leaf, do.double())
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_compiled_model_does_not_copy_to_put_the_gradient_of_its_projection_together():
@@ -125,10 +121,10 @@ def test_every_head_is_computed_where_the_last_section_is_not_full(monkeypatch):
 
 
 def test_a_negative_scale_does_not_overflow_fp16():
-    q, k, v, _ = on_device(*Case(1, 2, 1, 40, 40, 16).tensors(torch.float16))
+    q, k, v, _ = Case(1, 2, 1, 40, 40, 16).tensors(torch.float16, DEVICE)
     q, k = 1e4 * q, 1e-4 * k
     out = flash()(q, k, v, scale=-8.0).out
-    torch.testing.assert_close(out, formula(-32 * q.double(), k.double(), v.double(), causal=True).half())
+    assert_close(out, formula(-32 * q.double(), k.double(), v.double(), causal=True).half())
 
 
 def test_the_operator_keeps_torchs_rules_where_an_input_is_copied():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from attention import AttentionConfig, Layout, Score, build_attention
 from attention.dropout import drop_threshold
@@ -27,6 +28,7 @@ from tests.attention.reference import (
     make_loud,
 )
 from tests.attention.test_flash import DEVICE, flash, projected
+from tests.equal import assert_equal
 
 CAPPED: Any = {"soft_cap": 1.5, "dropout": 0.17}
 
@@ -59,8 +61,8 @@ def test_scores_at_the_soft_cap_neither_overflow_nor_vanish(n_low, soft_cap):
     best = torch.where(high.cummax(0).values, soft_cap, -soft_cap).double()
     counts[:n_low] = torch.tril(torch.ones(T, T, dtype=torch.double))[:n_low]
     expected = (counts @ v[0, 0].double().cpu()) / counts.sum(1, keepdim=True)
-    torch.testing.assert_close(out[0, 0].double().cpu(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse[0, 0].double().cpu(), best + counts.sum(1).log(), rtol=1e-6, atol=1e-5)
+    assert_close(out[0, 0].double().cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert_close(lse[0, 0].double().cpu(), best + counts.sum(1).log(), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("T", [64, 65, 129])
@@ -86,7 +88,7 @@ def test_tiles_in_which_nothing_is_seen_are_never_read(case):
 @pytest.mark.parametrize("score", [Score(), Score(causal=False), Score(window=33), Score(alibi=True)], ids=str)
 @pytest.mark.parametrize(("q_start", "k_start"), [(100, 20), (10, 100), (200, 0)])
 def test_queries_and_keys_that_stand_anywhere(score, q_start, k_start, horizons):
-    q, k, v, do = (x.to(DEVICE) for x in Case(1, 1, 1, 70, 80, 16).tensors(torch.float32))
+    q, k, v, do = Case(1, 1, 1, 70, 80, 16).tensors(torch.float32, DEVICE)
     layout = Layout(q_start=q_start, k_start=k_start)
     got, expected = (
         gradients(lambda q, k, v, a=attend: a(q, k, v, score=score, layout=layout), *tensors)
@@ -95,8 +97,7 @@ def test_queries_and_keys_that_stand_anywhere(score, q_start, k_start, horizons)
             (build_attention(AttentionConfig("naive")), [x.double() for x in (q, k, v, do)]),
         )
     )
-    for name, x in expected.items():
-        torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-5)
+    assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -136,12 +137,12 @@ def run_far(case: Case, tensors: tuple[Tensor, ...], name: str = "flash") -> dic
 def test_alibis_horizon_reaches_a_key_whose_score_outweighs_its_bias(loud, horizons):
     """One of a row's scores is 10,000, at a distance at which all others have no weight; of two sequences, in one."""
     case = replace(FAR, B=2, H=2, H_kv=2)
-    q, k, v, do = (x.to(DEVICE) for x in case.tensors(torch.float32))
+    q, k, v, do = case.tensors(torch.float32, DEVICE)
     make_loud(q[1:], k[1:], 190, loud)
     found, exact = run_far(case, (q, k, v, do)), run_far(case, tuple(x.double() for x in (q, k, v, do)), "naive")
-    torch.testing.assert_close(found["out"][1, :, 190], v[1, :, 3].double(), rtol=0, atol=1e-5)
+    assert_close(found["out"][1, :, 190], v[1, :, 3].double(), rtol=0, atol=1e-5)
     for name, x in exact.items():
-        torch.testing.assert_close(found[name], x, rtol=1e-3, atol=1e-3 * x.abs().max().item())
+        assert_close(found[name], x, rtol=1e-3, atol=1e-3 * x.abs().max().item())
 
 
 def test_a_horizon_follows_the_largest_norm_of_many_rows():
@@ -179,7 +180,7 @@ def test_long_calls_have_horizons(T, S, given, expected):
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_leave_no_horizon(bad, soft_cap):
-    q, k = (x.to(DEVICE) for x in replace(FAR, B=2, H_kv=2).tensors(torch.float32)[:2])
+    q, k, _, _ = replace(FAR, B=2, H_kv=2).tensors(torch.float32, DEVICE)
     q[0, 0, 150, 3] = k[1, 1, 20, 5] = bad
     spec = Spec(Score(alibi=True, soft_cap=soft_cap), scale=0.25)
     found = run_horizons(q, k, torch.full((4,), 2.0, device=DEVICE), spec.text())
@@ -190,16 +191,14 @@ def test_numbers_that_are_not_finite_leave_no_horizon(bad, soft_cap):
 
 def test_horizons_compile_with_the_call(horizons):
     case, slopes = replace(FAR, T=70, S=70), torch.tensor(SLOPES, device=DEVICE)
-    tensors, attend = case.tensors(torch.float32), flash()
+    tensors, attend = case.tensors(torch.float32, DEVICE), flash()
 
     def run(attend: Any) -> dict[str, Tensor]:
-        return gradients(lambda *qkv: attend(*qkv, score=case.score, slopes=slopes), *(x.to(DEVICE) for x in tensors))
+        return gradients(lambda *qkv: attend(*qkv, score=case.score, slopes=slopes), *tensors)
 
     torch._dynamo.reset()
-    got = run(torch.compile(attend.__call__, fullgraph=True, backend="aot_eager"))
-    for name, x in run(attend).items():
-        assert torch.equal(got[name], x), name
-    q, k = (x.to(DEVICE).requires_grad_() for x in tensors[:2])
+    assert_equal(run(torch.compile(attend.__call__, fullgraph=True, backend="aot_eager")), run(attend))
+    q, k = (x.requires_grad_() for x in tensors[:2])
     spec = Spec(Score(alibi=True, soft_cap=3.0), scale=0.25)
     torch.library.opcheck(flash_horizons, (q, k, slopes, spec.text()))
 
@@ -235,13 +234,12 @@ FORGOTTEN = replace(GATED, H_kv=2, T=70, S=140, dropout=0.17, window=120, docume
     ("run", "case"), [*((run_far, case) for case in FAR_CASES.values()), (forget, FORGOTTEN)], ids=[*FAR_CASES, "gates"]
 )
 def test_keys_beyond_a_horizon_add_nothing(run, case, horizons):
-    tensors = tuple(x.to(DEVICE) for x in case.tensors(torch.float32))
+    tensors = case.tensors(torch.float32, DEVICE)
     got, exact = run(case, tensors), run(case, tuple(x.double() for x in tensors), "naive")
     horizons(False)
     atol = 1e-4 if run is forget else 1e-5 * case.spread
-    for name, x in run(case, tensors).items():
-        assert torch.equal(got[name], x), name
-        torch.testing.assert_close(got[name], exact[name], rtol=1e-4, atol=atol, check_dtype=False)
+    assert_equal(run(case, tensors), got)
+    assert_close(got, exact, rtol=1e-4, atol=atol, check_dtype=False)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +253,7 @@ def test_tiles_beyond_a_horizon_are_never_read(run, case, far, horizons):
 
 def test_tiles_that_gates_in_two_parts_forget_are_never_read(horizons):
     """As above, for a sum that is kept as multiples of 16 and the rest."""
-    q, k, v, _ = (x.to(DEVICE) for x in GATED.tensors(torch.float32))
+    q, k, v, _ = GATED.tensors(torch.float32, DEVICE)
     c = forgetting(GATED.S)
     steps = (c / 16).round() * 16
     a = torch.linspace(0.5, 2, 4).to(DEVICE)
@@ -265,9 +263,9 @@ def test_tiles_that_gates_in_two_parts_forget_are_never_read(horizons):
     attend, naive = (build_attention(AttentionConfig(name)) for name in ("flash", "naive"))
     out = attend(q, k, v, score=score, tensors=parts).out
     expected = naive(q, k, v, score=Score(formula="s * a[h] + c[h, i] - c[h, j]"), tensors=whole).out
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    assert_close(out, expected, rtol=1e-4, atol=1e-4)
     (found,), (right,) = (torch.autograd.grad(x.sum(), y["c"]) for x, y in ((out, parts), (expected, whole)))
-    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    assert_close(found, right, rtol=1e-4, atol=1e-4)
     v[:, :, :64] = math.nan
     far = attend(q, k, v, score=score, tensors=parts).out[:, :, -64:]
     assert far.isnan().any(-1).any(-1)[0].tolist() == [False, False, True, True]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from attention import AttentionConfig, Cache, Layout, Score, UnsupportedAttention, build_attention
 from attention.check.run import interpreting
@@ -49,7 +50,7 @@ def test_the_kernels_read_a_tensor_of_more_than_2_to_the_31_numbers(text):
         build_attention(AttentionConfig(name))(q, k, v, score=Score(formula=text), tensors={"bias": bias}).out
         for name in ("naive", "flash")
     )
-    torch.testing.assert_close(flash, naive, rtol=1e-5, atol=1e-5)
+    assert_close(flash, naive, rtol=1e-5, atol=1e-5)
 
 
 def test_the_kernels_give_what_python_gives_of_a_formulas_text_with_all_gradients():
@@ -101,7 +102,7 @@ def test_the_log_sum_exp_counts_what_is_the_same_along_a_row():
         ).lse
         doubles = (x.double() for x in (problem.q, problem.k, problem.v))
         expected = problem.evaluated(*doubles, **{name: x.double() for name, x in problem.learned().items()})["lse"]
-        torch.testing.assert_close(lse, expected.float(), rtol=1e-5, atol=1e-5)
+        assert_close(lse, expected.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
@@ -158,7 +159,7 @@ def test_gradients_of_learned_tensors_from_16_bits_have_the_accuracy_of_fp32(tex
     with interpreting():
         got = problem.computed(build_attention(AttentionConfig(name, dropout=dropout)), torch.bfloat16)
     for learned in (*(f"d{tensor}" for tensor in LEARNED[text]), *(["dsinks"] if sinks is not None else [])):
-        torch.testing.assert_close(got[learned], exact[learned], rtol=1e-4, atol=1e-4)
+        assert_close(got[learned], exact[learned], rtol=1e-4, atol=1e-4)
 
 
 def test_naive_rounds_no_factor_of_the_scores():
@@ -270,7 +271,7 @@ def test_a_cache_gives_what_whole_sequences_give(name, text):
     for b, length in enumerate(lengths.tolist()):
         keys, values = (x[b : b + 1, :, :length] for x in (k, v))
         alone = attend(last[b : b + 1], keys, values, score=score, tensors=tensors).out
-        torch.testing.assert_close(got[b : b + 1], alone)
+        assert_close(got[b : b + 1], alone)
 
 
 @pytest.mark.slow
@@ -281,8 +282,7 @@ def test_a_compiled_call_has_no_break_and_gives_the_same_by_operators_that_keep_
     calls: dict[Any, tuple[Any, Any]] = {}
     attend = build_attention(AttentionConfig(name))
     want, got = (problem.computed(run, torch.float32) for run in (attend, compiled(attend, calls)))
-    for key in want:
-        torch.testing.assert_close(got[key], want[key], rtol=1e-5, atol=1e-5)
+    assert_close(got, want, rtol=1e-5, atol=1e-5)
     expected = {"sum_of_entries"} if name == "naive" else {f"{name}_forward", f"{name}_backward"}
     assert {str(operator.overloadpacket) for operator in calls} == {f"attention.{x}" for x in expected}
     for operator, (args, kwargs) in calls.items():

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from attention import (
     IMPLEMENTATIONS,
@@ -42,8 +43,8 @@ def test_flex_generates_the_same_masks_and_scores(name):
     q, k, v, _ = case.tensors(torch.float32)
     options: Any = {"score": case.score, "layout": case.layout(), "sinks": case.sink_logits(), "return_lse": True}
     got, expected = (build_attention(AttentionConfig(name))(q, k, v, **options) for name in ("flex", "naive"))
-    torch.testing.assert_close(got.out, expected.out)
-    torch.testing.assert_close(got.lse, expected.lse)
+    assert_close(got.out, expected.out)
+    assert_close(got.lse, expected.lse)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -55,7 +56,7 @@ def test_flex_makes_a_block_mask_again_when_the_documents_change():
     assert starts is not None
     for _ in range(2):
         layout = documents(starts)
-        torch.testing.assert_close(flex(q, k, v, layout=layout).out, naive(q, k, v, layout=layout).out)
+        assert_close(flex(q, k, v, layout=layout).out, naive(q, k, v, layout=layout).out)
         assert len(flex.block_masks) == 1
         starts.copy_(starts.flip(0))  # in place, as a CUDA graph's inputs are
 
@@ -79,7 +80,7 @@ def test_visible_pairs_are_counted_with_the_diagonal_half():
 
 @pytest.mark.parametrize("n_heads", [1, 2, 6, 8, 12, 16, 25])
 def test_slopes_are_the_published_ones(n_heads):
-    torch.testing.assert_close(alibi_slopes(n_heads), torch.tensor(published_slopes(n_heads)))
+    assert_close(alibi_slopes(n_heads), torch.tensor(published_slopes(n_heads)))
 
 
 FEATURES = {
@@ -154,8 +155,8 @@ def test_bounds_and_starts_describe_the_same_documents():
     starts = torch.tensor([[0, 0, 2, 2, 2, 2, 2, 7]], dtype=torch.int32)
     ends = torch.tensor([[2, 2, 7, 7, 7, 7, 7, 8]], dtype=torch.int32)
     for layout in (packed(torch.tensor([0, 2, 2, 7, 8]), 8), documents(starts)):
-        torch.testing.assert_close(layout.document_starts, starts)
-        torch.testing.assert_close(layout.document_ends, ends)
+        assert_close(layout.document_starts, starts)
+        assert_close(layout.document_ends, ends)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,6 +14,7 @@ from attention.dropout import drop_threshold
 from attention.spec import Inputs, Spec
 from tests.attention.contract import SCORE_CASES
 from tests.attention.reference import KEY, Case, flops_of_tiles, formula, gradients
+from tests.equal import assert_equal
 
 
 def tiled(block_q: int = 16, block_k: int = 16, **options):
@@ -48,9 +50,7 @@ def test_result_is_independent_of_tile_size_with_dropout_on(case, blocks):
         return gradients(run, *case.tensors(torch.float64), sinks=case.sink_logits())
 
     tiles = AttentionConfig("tiled", dropout=0.2, block_q=blocks[0], block_k=blocks[1])
-    got, expected = results(tiles), results(AttentionConfig("naive", dropout=0.2))
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-13)
+    assert_close(results(tiles), results(AttentionConfig("naive", dropout=0.2)), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,7 @@ def test_gradients_keep_their_precision_in_a_backward_pass_under_autocast():
     tensors = Case(1, 2, 1, 40, 40, 16).tensors(torch.float32)
     expected = gradients(tiled(), *tensors)
     with torch.autocast("cpu", torch.bfloat16):
-        got = gradients(tiled(), *tensors)
-    assert all(torch.equal(got[name], x) for name, x in expected.items())
+        assert_equal(gradients(tiled(), *tensors), expected)
 
 
 def test_custom_operations_are_described_truthfully():
@@ -129,9 +128,7 @@ def test_a_second_derivative_is_refused_rather_than_wrong():
 def test_without_max_subtraction_the_first_large_score_overflows():
     q, k, v, _ = Case(1, 1, 1, 64, 64, 16, spread=4.0).tensors(torch.float32)
     ablated = tiled(ablate=Ablation.no_max_subtraction)
-    torch.testing.assert_close(
-        ablated(q, k, v).out, formula(q, k, v, causal=True)
-    )  # harmless where exp holds the scores
+    assert_close(ablated(q, k, v).out, formula(q, k, v, causal=True))  # harmless where exp holds the scores
     q[0, 0, 40] *= 100
     out = ablated(q, k, v).out
     assert not out[0, 0, 40].isfinite().any()
@@ -143,7 +140,7 @@ def test_without_rescaling_rows_are_finite_and_wrong_from_the_second_tile_on():
     q, k, v, _ = Case(1, 1, 1, 64, 64, 16, spread=4.0).tensors(torch.float32)
     out, exact = tiled(ablate=Ablation.no_rescaling)(q, k, v).out, formula(q, k, v, causal=True)
     assert out.isfinite().all()
-    torch.testing.assert_close(out[:, :, :16], exact[:, :, :16])  # one tile: there is nothing to rescale
+    assert_close(out[:, :, :16], exact[:, :, :16])  # one tile: there is nothing to rescale
     assert (out - exact)[:, :, 16:].abs().max() > 0.1
 
 

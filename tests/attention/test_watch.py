@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attention import AttentionError, Score, UnsupportedAttention, build_attention, watch
 from attention.watch import Line
 from tests.attention.subjects import SMALL, registered
+from tests.equal import assert_equal
 from tests.wrong_attention import FAULTS as PLANTED
 
 SDPA = F.scaled_dot_product_attention
@@ -75,7 +76,7 @@ def bits_stay(make: Callable[[], nn.Module]) -> list[Line]:
     expected, lines = train(make(), 3), list[Any]()
     with watch(every=1, log=lines.append):
         got = train(make(), 3)
-    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    assert_equal(got, expected)
     return lines
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, KernelPath, Score, build_attention, documents, gpu
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
+from tests.equal import assert_equal
 from tests.gpu.graphs import captured
 from tests.gpu.needs import A_HOPPER_GPU, EACH_SIZE, TWO_GPUS
 
@@ -130,7 +131,7 @@ def test_a_replayed_graph_follows_its_documents_and_draws_the_masks_of_its_key(p
         starts.zero_()[:, bound:] = bound
         step.fill_(n)
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(results, run(n), strict=True))
+        assert_equal(results, run(n))
 
 
 def test_tf32_is_used_where_asked_for_alone():
@@ -195,8 +196,7 @@ def test_hundreds_of_repeats_are_bitwise_equal(case):
 
     first = run()
     for _ in range(300):
-        again = run()
-        assert all(torch.equal(again[name], x) for name, x in first.items())
+        assert_equal(run(), first)
 
 
 @EACH_PATH
@@ -214,8 +214,7 @@ def test_a_compiled_function_is_one_graph_for_every_step(path):
         for n in (1, 2, 3):
             step = torch.tensor(n, device="cuda")
             got, expected = (torch.autograd.grad(f(step), (q, k, v)) for f in (compiled, loss))
-            for a, b in zip(got, expected, strict=True):
-                torch.testing.assert_close(a, b)
+            torch.testing.assert_close(got, expected)
 
 
 def memory_of(attend: Any, D: int) -> int:
@@ -271,7 +270,7 @@ def test_a_thread_whose_first_work_are_the_kernels_runs_them(path):
 
     with ThreadPoolExecutor(max_workers=1) as first, ThreadPoolExecutor(max_workers=1) as second:
         results = [pool.submit(call).result() for pool in (first, second)]
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert_equal(*results)
 
 
 @EACH_PATH
@@ -288,4 +287,4 @@ def test_kernels_run_on_the_gpu_of_their_tensors(path):
         assert out.device == gradient.device == torch.device(device)
         results.append((out.detach().cpu(), gradient.cpu()))
     assert torch.cuda.current_device() == 0
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_equal(*results)

@@ -12,6 +12,7 @@ from attention import DropoutKey, KernelPath, Score
 from tests.attention.formulas import FORMULAS, KINDS, assert_right, draw
 from tests.attention.operators import compiled
 from tests.attention.reference import KEY, assert_far_tiles_are_never_read
+from tests.equal import assert_equal
 from tests.gpu.graphs import captured
 from tests.gpu.needs import A_HOPPER_GPU
 from tests.gpu.test_flash import EACH_PATH, flash
@@ -109,7 +110,7 @@ def test_gradients_are_the_same_bits_in_every_repeat(text, path):
     first = run(text, path, [*leaves, do], KEY)
     for _ in range(7):
         others = [x.detach().clone().requires_grad_() for x in leaves]
-        assert all(map(torch.equal, run(text, path, [*others, do], KEY), first))
+        assert_equal(run(text, path, [*others, do], KEY), first)
 
 
 @EACH_PATH
@@ -118,8 +119,7 @@ def test_a_compiled_call_gives_the_same(path):
     attend = flash(path=path)
     compiled = torch.compile(attend, fullgraph=True)
     want, got = (problem.computed(run, torch.bfloat16, device="cuda") for run in (attend, compiled))
-    for name, x in want.items():
-        torch.testing.assert_close(got[name], x, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
 @EACH_PATH
@@ -134,7 +134,7 @@ def test_a_cuda_graph_replays_a_formula_with_new_values(text, path):
                 x.copy_(new)
         graph.replay()
         replayed = [x.clone() for x in results]
-        assert all(map(torch.equal, replayed, run(text, path, fresh, key)))
+        assert_equal(replayed, run(text, path, fresh, key))
 
 
 @EACH_PATH
@@ -177,5 +177,4 @@ def test_keys_that_gates_forget_add_nothing_and_their_tiles_are_never_read(text,
     if T == S and window is None:
         assert_far_tiles_are_never_read(run, (q, k, v, do), 128, (True, True, False, False))
     horizons(False)
-    for name, x in run((q, k, v, do)).items():
-        assert torch.equal(got[name], x), name
+    assert_equal(run((q, k, v, do)), got)

@@ -19,6 +19,7 @@ from tests.attention.reference import (
     assert_accurate,
     formula,
 )
+from tests.equal import assert_equal
 from tests.gpu.needs import A_HOPPER_GPU, EACH_SIZE
 from tests.gpu.test_flash import memory_of, name_of
 
@@ -225,7 +226,8 @@ def test_two_streams_at_once_do_not_share_counters(D):
             with torch.cuda.stream(stream):
                 results.append(run(flash(), *tensors))
     torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for result in results for a, b in zip(result, first, strict=True))
+    for result in results:
+        assert_equal(result, first)
 
 
 @EACH_SIZE
@@ -255,7 +257,7 @@ def test_views_give_what_copies_give(D):
 
     for moved in (None, 0, 1, 2, 3):
         views = (shifted(x) if n == moved else x for n, x in enumerate((q, k, v, do)))
-        assert all(torch.equal(a, b) for a, b in zip(run(flash(), *views), copies, strict=True)), moved
+        assert_equal(run(flash(), *views), copies)
 
 
 @EACH_SIZE

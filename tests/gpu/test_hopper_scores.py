@@ -19,6 +19,7 @@ from tests.attention.reference import (
     gradients_with_slopes,
     make_loud,
 )
+from tests.equal import assert_equal
 from tests.gpu.graphs import captured
 from tests.gpu.needs import A_HOPPER_GPU, EACH_SIZE
 from tests.gpu.test_flash import SCORES, alternating
@@ -199,8 +200,8 @@ def test_keys_beyond_alibis_horizon_add_nothing(case, D, horizons):
         run_far(case, PLAIN, tensors),
         run_far(case, AttentionConfig("naive"), tuple(x.double() for x in tensors)),
     )
-    for name, x in run_far(case, HOPPER, tensors).items():
-        assert torch.equal(got[name], x), name
+    assert_equal(run_far(case, HOPPER, tensors), got)
+    for name in exact:
         hopper, other = ((result[name] - exact[name]).abs().max() for result in (got, plain))
         # The sinks' gradient is a sum over all rows, in which errors may cancel by chance.
         assert hopper <= 2 * other + (0.01 * exact[name].abs().max() if name == "dsinks" else 1e-6), name
@@ -224,8 +225,7 @@ def test_alibis_horizon_reaches_a_key_whose_score_outweighs_its_bias(loud, D, ho
     got = run_far(case, HOPPER, (q, k, v, do), slopes=slopes)
     torch.testing.assert_close(got["out"][:, :, 2400], v[:, :, 3].double())
     horizons(False)
-    for name, x in run_far(case, HOPPER, (q, k, v, do), slopes=slopes).items():
-        assert torch.equal(got[name], x), name
+    assert_equal(run_far(case, HOPPER, (q, k, v, do), slopes=slopes), got)
 
 
 @DROPOUT
@@ -252,4 +252,4 @@ def test_a_graph_replayed_with_other_keys_finds_their_horizons(D, horizons):
         with torch.no_grad():
             k.copy_(original * factor)
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(results, forward_backward(), strict=True))
+        assert_equal(results, forward_backward())

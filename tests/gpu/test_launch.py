@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention
 from attention.flash import launch
+from tests.equal import assert_equal
 from tests.gpu.needs import TWO_GPUS
 
 CALLS: dict[str, tuple[float, dict[str, Any]]] = {
@@ -34,10 +35,6 @@ def results(name: str, D: int, seed: int = 0) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, inputs, do)]
 
 
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_third_call_is_replayed_and_computes_the_same_bits(
@@ -45,8 +42,8 @@ def test_the_third_call_is_replayed_and_computes_the_same_bits(
 ) -> None:
     monkeypatch.setattr(launch, "REPLAYS", {})
     first, second, third = (results(name, D, seed) for seed in (1, 0, 1))
-    assert equal(first, third)
-    assert equal(second, results(name, D))
+    assert_equal(first, third)
+    assert_equal(second, results(name, D))
     written = [replay for replay in launch.REPLAYS.values() if replay and replay.__name__ == "replay"]
     assert len(written) == (1 if name in ("sinks", "positions") else 2)  # whose backward does more than launch
 
@@ -69,8 +66,8 @@ def test_another_gpu_computes_the_same_bits() -> None:
     expected = [results("dropout", 64) for _ in range(3)][-1]
     with torch.cuda.device(1):
         for _ in range(3):
-            assert all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(results("dropout", 64), expected, strict=True))
-    assert equal(results("dropout", 64), expected)
+            assert_equal(results("dropout", 64), expected, check_device=False)
+    assert_equal(results("dropout", 64), expected)
 
 
 def test_a_tensor_of_the_score_may_start_anywhere() -> None:
@@ -85,11 +82,12 @@ def test_threads_and_streams_launch_at_the_same_time() -> None:
     expected = [results("dropout", 64, seed) for seed in range(4)]
     torch.cuda.synchronize()
 
-    def in_a_stream(seed: int) -> bool:
+    def in_a_stream(seed: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             found = [results("dropout", 64, seed) for _ in range(10)]
         torch.cuda.synchronize()
-        return all(equal(x, expected[seed]) for x in found)
+        for x in found:
+            assert_equal(x, expected[seed])
 
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(in_a_stream, range(4)))
+        list(pool.map(in_a_stream, range(4)))  # raises what they raise

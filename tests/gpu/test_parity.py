@@ -20,6 +20,7 @@ from recipe.training.options import TrainingConfig
 from recipe.training.parity import beyond_rounding
 from recipe.training.parity_probe import ParityConfig, ParityProbe
 from recipe.training.step import Trainer
+from tests.equal import assert_equal
 
 VOCAB, B, T, H, D = 1000, 4, 256, 2, 64
 
@@ -89,7 +90,7 @@ def test_a_run_with_the_probe_is_bitwise_the_run_without_it(compiled: bool, devi
         clear_memory()
     _, (plain, weights), (watched, theirs) = histories
     assert watched == plain
-    assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
+    assert_equal(weights, theirs)
     assert peaks[2] == pytest.approx(peaks[1], rel=0.2)
 
 

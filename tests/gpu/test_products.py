@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from attention.gpu import capturing
 from model.fused_mlp import PLANS, fused_mlp, gelu_gradient, has_fast_products, linear_gelu
+from tests.equal import assert_equal
 from tests.gpu.needs import A_HOPPER_GPU, TWO_GPUS
 
 pytestmark = A_HOPPER_GPU
@@ -44,7 +45,7 @@ def test_a_graph_captures_products_that_were_never_called() -> None:
     with capturing(graph, torch.cuda.Stream()):
         captured = linear_gelu(x, w, None)
     graph.replay()
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, right, strict=True))
+    assert_equal(captured, right)
 
 
 @TWO_GPUS
@@ -59,4 +60,4 @@ def test_products_run_on_the_gpu_of_their_tensors() -> None:
         results.append([t.cpu() for t in (y, *gradients)])
     assert torch.cuda.current_device() == 0
     assert {plan.device.index for plan in PLANS} == {0, 1}
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    assert_equal(*results)

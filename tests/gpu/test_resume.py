@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from recipe.run.metrics import read_metrics
 from recipe.training.checkpoint import load_checkpoint, newest_valid
+from tests.equal import assert_equal
 
 ROOT = Path(__file__).parents[2]
 OVERRIDES = [
@@ -62,5 +62,4 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(own: list[str], tmp_path
         for run in (whole, resumed)
     ]
     assert lines[0] == lines[1]
-    ours, theirs = (load_checkpoint(newest_valid(run / "checkpoints")[0])["model"] for run in (resumed, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_equal(*(load_checkpoint(newest_valid(run / "checkpoints")[0])["model"] for run in (resumed, whole)))

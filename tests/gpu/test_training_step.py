@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from attention import AttentionConfig, DropoutKey, DropoutRng, build_attention
 from attention.dropout import keep_mask
@@ -24,6 +25,7 @@ from recipe.training.device import Precision
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 from recipe.training.options import TrainingConfig
 from recipe.training.step import WARMUP_CALLS, Trainer
+from tests.equal import assert_equal
 from tests.gpu.needs import TWO_GPUS
 
 DEVICE = torch.device("cuda")
@@ -84,9 +86,7 @@ def test_a_replayed_step_is_bitwise_the_launched_one(options):
         batches = batch(step, replayed.micro_steps)
         assert_same_update(launched, replayed, step, batches)
     assert replayed.replay.graph is not None
-    ours, theirs = ({**x.state()["model"], **x.state()["training"]} for x in (launched, replayed))
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
+    assert_equal(*({**x.state()["model"], **x.state()["training"]} for x in (launched, replayed)))
 
 
 def test_a_compiled_step_around_attention_launches_its_kernel_once(monkeypatch):
@@ -160,7 +160,7 @@ def test_a_step_that_is_not_finite_changes_no_weight_in_a_replay_either(optimize
     before = [p.clone() for p in trained.model.parameters()]
     trained.update(WARMUP_CALLS + 1, batch(WARMUP_CALLS + 1))
     assert trained.failure[0] == WARMUP_CALLS + 1
-    assert all(torch.equal(a, b) for a, b in zip(before, trained.model.parameters(), strict=True))
+    assert_equal(list(trained.model.parameters()), before)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_kernels_run_on_the_gpu_of_their_tensors() -> None:
         bits = draw_masks(key, 0.1, 3, 2, 40, 96, device)[0].bits
         results.append([tensor.cpu() for tensor in (x, losses, bits)])
     assert torch.cuda.current_device() == 0
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_equal(*results)
 
 
 def test_compiled_residual_dropout_drops_by_the_keep_mask() -> None:
@@ -202,9 +202,9 @@ def test_compiled_residual_dropout_drops_by_the_keep_mask() -> None:
     out = dropped(x)
     keep = keep_mask(key.at_layer(LAYER), 0.1, B, n_sites, T, C, device=DEVICE)
     weight = torch.prod(keep * (0.9 * 256 / (256 - 26)), dim=1)
-    torch.testing.assert_close(out, x * weight)
+    assert_close(out, x * weight)
     out.sum().backward()
-    torch.testing.assert_close(x.grad, weight)
+    assert_close(x.grad, weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -249,8 +249,8 @@ def test_softmax_kernel_equals_torchs(vocab_size, cap):
     expected = torch.nn.functional.cross_entropy(capped(logits, cap), targets, reduction="none")
     (gradient,) = torch.autograd.grad(expected.sum(), logits)
     losses = launch_softmax_gradient(x, targets, vocab_size, cap)
-    torch.testing.assert_close(losses, expected.detach())
-    torch.testing.assert_close(x[:, :vocab_size], gradient)
+    assert_close(losses, expected.detach())
+    assert_close(x[:, :vocab_size], gradient)
     assert not x[:, vocab_size:].any()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from mixers import MixerError
 from mixers.layers import KINDS, MIXERS, ShortConvolution, build_mixer
@@ -37,9 +38,9 @@ def test_tokens_one_by_one_give_what_one_pass_gives(name: str) -> None:
     for t in range(21):
         out, state = layer(x[:, t : t + 1], state=state)
         outs.append(out)
-    torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=1e-5, atol=1e-7)
+    assert_close(torch.cat(outs, dim=1), expected, rtol=1e-5, atol=1e-7)
     assert state is not None
-    torch.testing.assert_close(state.recurrent, last.recurrent, rtol=1e-5, atol=1e-7)
+    assert_close(state.recurrent, last.recurrent, rtol=1e-5, atol=1e-7)
 
 
 @BY_NAME
@@ -49,7 +50,7 @@ def test_a_document_of_a_packed_row_is_what_it_is_alone(name: str) -> None:
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor([1, 17, 2, 20]))[None]
     out, _ = layer(x, documents)
     for begin, end in ((0, 1), (1, 18), (18, 20), (20, 40)):
-        torch.testing.assert_close(out[:, begin:end], layer(x[:, begin:end])[0], rtol=1e-5, atol=1e-6)
+        assert_close(out[:, begin:end], layer(x[:, begin:end])[0], rtol=1e-5, atol=1e-6)
 
 
 def test_the_convolution_is_torchs() -> None:
@@ -59,7 +60,7 @@ def test_the_convolution_is_torchs() -> None:
     with torch.no_grad():
         conv.bias.normal_()
     expected = F.silu(F.conv1d(F.pad(x.mT, (3, 0)), conv.weight[:, None], conv.bias, groups=6)).mT
-    torch.testing.assert_close(conv(x, None, None)[0], expected)
+    assert_close(conv(x, None, None)[0], expected)
 
 
 def test_rates_are_the_published_ones() -> None:
@@ -69,10 +70,10 @@ def test_rates_are_the_published_ones() -> None:
     gla: Any = build_mixer("gla", 64, 4).decay
     retnet: Any = build_mixer("retnet", 64, 4).decay
     expected = -gdn.A_log.exp() * F.softplus(F.linear(x, gdn.proj.weight) + gdn.dt_bias)  # (B, T, H)
-    torch.testing.assert_close(gdn(x)[..., 0], expected.mT)
+    assert_close(gdn(x)[..., 0], expected.mT)
     logits = F.linear(F.linear(x, gla.proj[0].weight), gla.proj[1].weight, gla.proj[1].bias)
-    torch.testing.assert_close(gla(x)[1, 2, 3], F.logsigmoid(logits[1, 3, 16:24]) / 16)
-    torch.testing.assert_close(retnet(x)[0, :, 0, 0].exp(), torch.tensor([1 - 2.0**-n for n in (5, 6, 7, 8)]))
+    assert_close(gla(x)[1, 2, 3], F.logsigmoid(logits[1, 3, 16:24]) / 16)
+    assert_close(retnet(x)[0, :, 0, 0].exp(), torch.tensor([1 - 2.0**-n for n in (5, 6, 7, 8)]))
 
 
 def test_a_mixer_that_does_not_fit_is_refused() -> None:

@@ -16,6 +16,7 @@ from model.fused_norm import add_norm, add_norm_gradient, added_and_normed, can_
 from model.gpt import Computation
 from model.norms import RMSNorm
 from model.options import GPTConfig, Norm, NormPlace, NormScale, Recompute
+from tests.equal import assert_equal
 from tests.interpreter import run_interpreted
 from tests.parts import built, window
 
@@ -214,7 +215,7 @@ def test_in_training_on_a_gpu_it_takes_the_kernels_and_always_gives_the_same_bit
         given = added_and_normed(x, out, mask, norm)
         results.append((*given, *torch.autograd.grad(given, leaves, (d_sum, d_h))))
     for again in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
+        assert_equal(again, results[0])
     exact = expected(x.double(), out.double(), dropped, norm)
     of_leaves = torch.autograd.grad(exact, leaves, (d_sum.double(), d_h.double()))
     for ours, reference in zip(results[0], (*exact, *of_leaves), strict=True):

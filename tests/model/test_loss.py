@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.testing import assert_close
 
 from model.loss import LARGE_VOCABULARY, LossKind, chunked_cross_entropy, cross_entropy
 from tests.interpreter import run_interpreted
@@ -32,7 +33,7 @@ def with_gradients(
 @pytest.mark.parametrize("rows", [1, 16, 42, 1000])
 def test_chunked_equals_plain_for_every_chunk_size(inputs: Inputs, rows):
     plain, chunked = (with_gradients(*inputs, kind, rows) for kind in (LossKind.plain, LossKind.chunked))
-    torch.testing.assert_close(chunked, plain)
+    assert_close(chunked, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -52,7 +53,7 @@ def test_weight_gradient_is_summed_over_chunks_in_fp32():
     weight = torch.zeros(64, 4, requires_grad=True)
     loss = cross_entropy(hidden, weight, torch.zeros(4096, dtype=torch.long), 64, LossKind.chunked, 8)
     (gradient,) = torch.autograd.grad(loss, weight)
-    torch.testing.assert_close(gradient[0], torch.full((4,), 1 / 64 - 1), rtol=2e-3, atol=0)
+    assert_close(gradient[0], torch.full((4,), 1 / 64 - 1), rtol=2e-3, atol=0)
 
 
 def test_no_more_than_a_chunk_of_logits_exists():
@@ -69,7 +70,7 @@ def test_evaluation_computes_no_gradients(inputs: Inputs):
     hidden, weight, targets = inputs
     with torch.no_grad():
         chunked, plain = (cross_entropy(*inputs, VOCAB, kind) for kind in (LossKind.chunked, LossKind.plain))
-    torch.testing.assert_close(chunked, plain)
+    assert_close(chunked, plain)
     _, *gradients = chunked_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), VOCAB, False, 16)
     assert [gradient.numel() for gradient in gradients] == [0, 0]
 

@@ -99,8 +99,7 @@ def test_compiled_into_one_graph_a_step_is_the_same():
                 losses = function(inputs, targets, dropout_key=key, further=after)
                 model.objective(losses).backward()
                 results.append([losses.detach(), *(p.grad for p in model.parameters())])
-            for plain, compiled in zip(*results, strict=True):
-                assert_close(compiled, plain)
+            assert_close(results[1], results[0])
 
 
 HYBRID = GPTConfig(n_layers=2, n_heads=4, n_embd=32, positions=Positions.rotary, layers=["gdn", "attention"])
