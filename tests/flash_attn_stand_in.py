@@ -52,10 +52,10 @@ def flash_attn_varlen_func(
         queries, keys = slice(*bounds_q[n : n + 2]), slice(*bounds_k[n : n + 2])
         assert 0 < len(q[queries]) <= max_seqlen_q
         assert 0 < len(k[keys]) <= max_seqlen_k
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        of_one = formula(q[queries], k[keys], v[keys], scale, left, 0 if causal else right, softcap, learnable_sink)
-        outs.append(of_one[0])
-        lses.append(of_one[1])
+        inputs = q[queries], k[keys], v[keys], softmax_scale
+        out, lse = formula(*inputs, left, 0 if causal else right, softcap, learnable_sink)
+        outs.append(out)
+        lses.append(lse)
     return torch.cat(outs), torch.cat(lses, dim=1) if return_lse else None
 
 
@@ -71,16 +71,11 @@ def flash_attn_func(
     deterministic=False,
     return_lse=False,
 ):
-    options = {
-        "window_size": window_size,
-        "learnable_sink": learnable_sink,
-        "softcap": softcap,
-        "return_lse": return_lse,
-    }
     (B, T), S = q.shape[:2], k.shape[1]
     bounds_q, bounds_k = (torch.arange(B + 1, dtype=torch.int32) * n for n in (T, S))
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = flash_attn_varlen_func(q, k, v, None, bounds_q, bounds_k, T, S, softmax_scale, causal, **options)
+    options = causal, window_size, learnable_sink, softcap, deterministic, return_lse
+    out, lse = flash_attn_varlen_func(q, k, v, None, bounds_q, bounds_k, T, S, softmax_scale, *options)
     return out.unflatten(0, (B, T)), lse if lse is None else lse.unflatten(1, (B, T)).transpose(0, 1)
 
 

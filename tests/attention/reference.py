@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attention import (
+    Attention,
     AttentionConfig,
     AttentionOutput,
     DropoutKey,
@@ -81,6 +82,11 @@ class Case(checked.Case):
             },
         )
         return made(slice(0, self.H))
+
+
+def build(name: str, **options: Any) -> Attention:
+    """The implementation of a name, with these options of AttentionConfig."""
+    return build_attention(AttentionConfig(name, **options))
 
 
 def published_slopes(n_heads: int) -> list[float]:

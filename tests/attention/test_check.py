@@ -26,7 +26,6 @@ from attention import (
     AttentionOutput,
     AttentionShape,
     UnsupportedAttention,
-    build_attention,
 )
 from attention.__main__ import main as command
 from attention.check import accuracy, behaviour, parts, workers
@@ -45,6 +44,7 @@ from attention.check.subject import Subject, find
 from attention.interface import Call
 from attention.naive import NaiveAttention
 from tests import right_attention
+from tests.attention.reference import build
 from tests.attention.subjects import CASES, subject_of
 from tests.right_attention import RIGHT, for_each_head, one_head_each, plain
 from tests.wrong_attention import CORNERS, FAULTS
@@ -88,6 +88,13 @@ def session_of(subject: Subject, *dtypes: str) -> Session:
 
 def worst(subject: Subject, case: Case) -> Verdict:
     return max(verdicts(subject, case, CPU), key=lambda verdict: verdict.share)
+
+
+def assert_shows(code: str, wrong: Any, right: Any = None) -> None:
+    """A program fails with a wrong attention, and ends without an error with a right one, such as naive."""
+    with pytest.raises(AssertionError):
+        exec(code, {"under_test": wrong})
+    exec(code, {"under_test": right or build("naive")})
 
 
 @triton.jit
@@ -274,9 +281,7 @@ def test_a_failure_is_shown_by_the_smallest_case_and_a_program_that_the_fault_al
     failure = smallest_failure(session, case, found)
     assert failure.case.T * failure.case.S * failure.case.D * failure.case.H < case.T * case.S * case.D * case.H / 10
     assert len(failure.code.splitlines()) <= 16
-    with pytest.raises(AssertionError):
-        exec(failure.code, {"under_test": subject.function})
-    exec(failure.code, {"under_test": build_attention(AttentionConfig("naive"))})
+    assert_shows(failure.code, subject.function)
 
 
 @pytest.mark.parametrize(
@@ -296,9 +301,7 @@ def test_behaviour_is_shown_by_a_program_too(name: str, line: str):
     assert found.status == "FAIL"
     case = found.failures[0].case
     assert line == "the same again" or case.T * case.S * case.D * case.H * case.B <= 200, case
-    with pytest.raises(AssertionError):
-        exec(found.failures[0].code, {"under_test": session.subject.function})
-    exec(found.failures[0].code, {"under_test": build_attention(AttentionConfig("naive"))})
+    assert_shows(found.failures[0].code, session.subject.function)
 
 
 def test_nan_reaches_the_rows_that_see_it_and_rows_that_do_not_may_skip_it():
@@ -312,9 +315,7 @@ def test_nan_reaches_the_rows_that_see_it_and_rows_that_do_not_may_skip_it():
         found = not_finite(session_of(function))
         assert found.status == "FAIL"
         assert verb in found.detail
-        with pytest.raises(AssertionError):
-            exec(found.failures[0].code, {"under_test": lossy})
-        exec(found.failures[0].code, {"under_test": plain})
+        assert_shows(found.failures[0].code, lossy, plain)
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,7 @@ from attention.check.behaviour import CHECKS
 from attention.check.cases import MEMORY
 from attention.check.results import verdicts
 from attention.check.run import Session, prepare
-from tests.attention.contract import (
-    CASES,
-    NAMES,
-    REPLAYING,
-    RETURNING_LSE,
-    SCORE_CASES,
-    build,
-    device_of,
-    supporting,
-)
+from tests.attention.contract import CASES, NAMES, REPLAYING, RETURNING_LSE, SCORE_CASES, build, device_of, supporting
 from tests.attention.reference import (
     KEY,
     Case,

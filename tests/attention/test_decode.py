@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import Attention, AttentionConfig, Cache, Layout, Score, UnsupportedAttention, build_attention
+from attention import Attention, Cache, Layout, Score, UnsupportedAttention
 from attention.check.calls import problem_of
 from attention.decode import write_kernel
 from attention.decode.cache import write as write_in_torch
 from attention.flash.decode import choose_blocks
-from tests.attention.reference import assert_rounding, published_slopes
+from tests.attention.reference import assert_rounding, build, published_slopes
 from tests.equal import assert_equal
 
 SCORES: dict[str, Score] = {
@@ -85,7 +85,7 @@ def assert_exact(q: Tensor, cache: Cache, score: Score, out: Tensor, lse: Tensor
 
 @pytest.fixture(params=["naive", "tiled", "flash"])
 def attend(request) -> Attention:
-    return build_attention(AttentionConfig(request.param, block_k=32 if request.param == "tiled" else 64))
+    return build(request.param, block_k=32 if request.param == "tiled" else 64)
 
 
 @pytest.mark.parametrize(("name", "T"), [*((name, 3) for name in SCORES), ("plain", 1), ("everything", 1)])
@@ -100,7 +100,7 @@ def test_kernels_join_the_splits_of_long_sequences(H, H_kv, T, score):
     """A sequence alone has the same bits as in a batch."""
     lengths = [0, 513, 256]
     cache, q = contiguous(lengths, 520, H_kv, 16), queries(len(lengths), H, T, 16)
-    flash: Any = build_attention(AttentionConfig("flash"))
+    flash: Any = build("flash")
     out, lse = flash.decode(q, cache, **extras(score, q), return_lse=True)
     assert_exact(q, cache, score, out, lse)
     for which in (slice(1, 2), slice(None, None, 2)):
@@ -112,7 +112,7 @@ def test_splits_are_longer_where_a_gpu_has_no_room_for_more(monkeypatch):
     monkeypatch.setattr("attention.flash.decode.choose_blocks", lambda *args: choose_blocks(*args)._replace(programs=4))
     lengths = [513, 130, 0]
     cache, q = contiguous(lengths, 520, 1, 16), queries(len(lengths), 2, 1, 16)
-    assert_exact(q, cache, Score(), *build_attention(AttentionConfig("flash")).decode(q, cache))
+    assert_exact(q, cache, Score(), *build("flash").decode(q, cache))
 
 
 @pytest.mark.parametrize("size", [16, 32])
@@ -194,7 +194,7 @@ def test_tokens_without_a_slot_are_dropped(write):
 def test_a_cache_that_does_not_fit_is_refused(change, complaint):
     cache = small_cache()
     with pytest.raises(ValueError, match=complaint):
-        build_attention(AttentionConfig("naive")).decode(torch.zeros(2, 8, 1, 8), cache._replace(**change))
+        build("naive").decode(torch.zeros(2, 8, 1, 8), cache._replace(**change))
 
 
 def test_new_tokens_that_do_not_fit_the_cache_are_refused():
@@ -223,7 +223,7 @@ def test_tokens_behind_the_last_sequence_change_no_sequence(write, lengths, monk
 
 def test_an_implementation_without_a_cache_is_refused_by_name():
     with pytest.raises(UnsupportedAttention, match=r'name="sdpa" does not support a cache; .*name="naive"'):
-        build_attention(AttentionConfig("sdpa")).decode(torch.zeros(2, 2, 1, 8), small_cache())
+        build("sdpa").decode(torch.zeros(2, 2, 1, 8), small_cache())
 
 
 def test_a_compiled_function_does_not_write_into_a_view():

@@ -11,19 +11,19 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.testing import assert_close
 
-from attention import AttentionConfig, AttentionShape, Score, UnsupportedAttention, build_attention, gpu
+from attention import AttentionShape, Score, UnsupportedAttention, gpu
 from attention.flash import call as calls
 from attention.flash import tiles
 from attention.flash.call import Problem
 from attention.flash.op import flash_forward
 from attention.spec import Inputs, Spec
-from tests.attention.reference import Case, assert_accurate, formula, gradients, with_part_of_the_mask
+from tests.attention.reference import Case, assert_accurate, build, formula, gradients, with_part_of_the_mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def flash(dropout: float = 0.0, **options):
-    return build_attention(AttentionConfig("flash", dropout=dropout, **options))
+    return build("flash", dropout=dropout, **options)
 
 
 @pytest.mark.parametrize("shift", [-120.0, 300.0])
@@ -65,7 +65,7 @@ def test_views_of_a_fused_projection_are_used_as_they_lie():
     assert all(tiles.addressable(x) is x for x in (q, k, v))
     out = flash()(q, k, v).out
     assert out.transpose(1, 2).is_contiguous(), "the output lies as the next projection reads it"
-    assert_close(out, formula(q, k, v, causal=True))
+    assert_close(out, formula(q, k, v))
 
 
 def projected(x: Tensor, n_kv_heads: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +81,7 @@ def test_views_of_one_projection_get_the_gradient_of_the_formula(keys):
     do = do.transpose(1, 2)
     leaf = x.clone().requires_grad_()
     (got,) = torch.autograd.grad(flash()(*projected(leaf, 2, keys)).out, leaf, do)
-    (expected,) = torch.autograd.grad(formula(*projected(leaf.double(), 2, keys), causal=True), leaf, do.double())
+    (expected,) = torch.autograd.grad(formula(*projected(leaf.double(), 2, keys)), leaf, do.double())
     assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -124,7 +124,7 @@ def test_a_negative_scale_does_not_overflow_fp16():
     q, k, v, _ = Case(1, 2, 1, 40, 40, 16).tensors(torch.float16, DEVICE)
     q, k = 1e4 * q, 1e-4 * k
     out = flash()(q, k, v, scale=-8.0).out
-    assert_close(out, formula(-32 * q.double(), k.double(), v.double(), causal=True).half())
+    assert_close(out, formula(-32 * q.double(), k.double(), v.double()).half())
 
 
 def test_the_operator_keeps_torchs_rules_where_an_input_is_copied():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from attention import AttentionConfig, Layout, Score, build_attention
+from attention import AttentionConfig, Layout, Score
 from attention.dropout import drop_threshold
 from attention.flash.call import Problem
 from attention.flash.formula import numbers_of_keys
@@ -23,6 +23,7 @@ from tests.attention.reference import (
     assert_accurate,
     assert_far_tiles_are_never_read,
     assert_unseen_tiles_are_never_read,
+    build,
     gradients,
     gradients_with_slopes,
     make_loud,
@@ -92,10 +93,7 @@ def test_queries_and_keys_that_stand_anywhere(score, q_start, k_start, horizons)
     layout = Layout(q_start=q_start, k_start=k_start)
     got, expected = (
         gradients(lambda q, k, v, a=attend: a(q, k, v, score=score, layout=layout), *tensors)
-        for attend, tensors in (
-            (flash(), (q, k, v, do)),
-            (build_attention(AttentionConfig("naive")), [x.double() for x in (q, k, v, do)]),
-        )
+        for attend, tensors in ((flash(), (q, k, v, do)), (build("naive"), [x.double() for x in (q, k, v, do)]))
     )
     assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
@@ -217,7 +215,7 @@ def forget(case: Case, tensors: tuple[Tensor, ...], name: str = "flash") -> dict
     given = (*tensors[:3], torch.linspace(0.5, 2, 4), forgetting(case.S))
     q, k, v, a, c = (x.to(tensors[0], copy=True).requires_grad_() for x in given)
     score = Score(formula="s * a[h] + c[h, i] - c[h, j]", window=case.window)
-    attend = build_attention(AttentionConfig(name, dropout=case.dropout))
+    attend = build(name, dropout=case.dropout)
     out = attend(q, k, v, score=score, layout=case.layout(DEVICE), dropout_key=KEY, tensors={"a": a, "c": c}).out
     gradients = torch.autograd.grad(out, (q, k, v, a, c), tensors[3])
     return {"out": out, **dict(zip(("dq", "dk", "dv", "da", "dc"), gradients, strict=True))}
@@ -260,7 +258,7 @@ def test_tiles_that_gates_in_two_parts_forget_are_never_read(horizons):
     parts = {"a": a, "c": (c - steps).requires_grad_(), "d": steps}
     score = Score(formula="s * a[h] + c[h, i] - c[h, j] + max(d[h, i] - d[h, j], -1e9)")
     whole = {"a": a, "c": c.clone().requires_grad_()}
-    attend, naive = (build_attention(AttentionConfig(name)) for name in ("flash", "naive"))
+    attend, naive = (build(name) for name in ("flash", "naive"))
     out = attend(q, k, v, score=score, tensors=parts).out
     expected = naive(q, k, v, score=Score(formula="s * a[h] + c[h, i] - c[h, j]"), tensors=whole).out
     assert_close(out, expected, rtol=1e-4, atol=1e-4)

@@ -20,6 +20,7 @@ from attention.formula.parse import parse, show
 from attention.formula.trace import trace
 from tests.attention.formulas import FORMULAS, KINDS, assert_right, draw
 from tests.attention.operators import compiled
+from tests.attention.reference import build
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -47,8 +48,7 @@ def test_the_kernels_read_a_tensor_of_more_than_2_to_the_31_numbers(text):
     bias.copy_(torch.randn(H, T, T, generator=torch.Generator().manual_seed(0)))
     q, k, v = torch.randn(3, 1, H, T, 16, generator=torch.Generator().manual_seed(1))
     naive, flash = (
-        build_attention(AttentionConfig(name))(q, k, v, score=Score(formula=text), tensors={"bias": bias}).out
-        for name in ("naive", "flash")
+        build(name)(q, k, v, score=Score(formula=text), tensors={"bias": bias}).out for name in ("naive", "flash")
     )
     assert_close(flash, naive, rtol=1e-5, atol=1e-5)
 
@@ -72,13 +72,13 @@ def test_the_kernels_give_what_python_gives_of_a_formulas_text_with_all_gradient
     ]
     for text, kind in kinds:
         problem = draw(rng, text, kind, longest=33)
-        assert_right(problem, build_attention(AttentionConfig("flash", dropout=problem.dropout)))
+        assert_right(problem, build("flash", dropout=problem.dropout))
 
 
 def test_the_kernels_recognise_a_soft_cap_and_alibi():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 40, 16)
-    attend, slopes = build_attention(AttentionConfig("flash")), torch.tensor([0.25, 0.5])
+    attend, slopes = build("flash"), torch.tensor([0.25, 0.5])
     by_option = attend(q, k, v, score=Score(soft_cap=2.0, alibi=True), slopes=slopes).out
     by_formula = attend(q, k, v, score=Score(formula="2 * tanh(s / 2) - m[h] * (i - j)"), m=slopes).out
     assert torch.equal(by_formula, by_option)
@@ -90,7 +90,7 @@ def test_the_kernels_recognise_a_soft_cap_and_alibi():
 def test_the_log_sum_exp_counts_what_is_the_same_along_a_row():
     problem = replace(draw(random.Random(5), "s + c[h, i] - c[h, j]", "square", longest=33), dropout=0.0)
     for name in ("naive", "tiled", "flash"):
-        attend = build_attention(AttentionConfig(name))
+        attend = build(name)
         lse = attend(
             problem.q,
             problem.k,
@@ -112,7 +112,7 @@ def test_the_gradient_of_a_slope_is_as_accurate_for_positions_far_into_a_text(na
     problem = replace(problem, first=10**6, layout=Layout(q_start=10**6, k_start=10**6))
     for dtype in (torch.float32, torch.bfloat16):
         with interpreting():
-            assert_right(problem, build_attention(AttentionConfig(name)), dtype)
+            assert_right(problem, build(name), dtype)
 
 
 def test_two_formulas_of_one_shape_have_functions_of_different_names():
@@ -126,7 +126,7 @@ def test_a_formula_is_as_accurate_in_every_precision(dtype):
     rng = random.Random(1)
     for text in ("s * log(n + 1)", "s + bias[h, min(abs(i - j), 31)]", "s + g[h, j] * tanh(s) + row[h, i]"):
         problem = draw(rng, text, "square", longest=33)
-        assert_right(problem, build_attention(AttentionConfig("naive", dropout=problem.dropout)), dtype)
+        assert_right(problem, build("naive", dropout=problem.dropout), dtype)
 
 
 LEARNED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -157,7 +157,7 @@ def test_gradients_of_learned_tensors_from_16_bits_have_the_accuracy_of_fp32(tex
     problem = replace(problem, dropout=dropout, sinks=sinks, score=replace(score, sinks=sinks is not None))
     exact = problem.results(torch.float64, torch.bfloat16)
     with interpreting():
-        got = problem.computed(build_attention(AttentionConfig(name, dropout=dropout)), torch.bfloat16)
+        got = problem.computed(build(name, dropout=dropout), torch.bfloat16)
     for learned in (*(f"d{tensor}" for tensor in LEARNED[text]), *(["dsinks"] if sinks is not None else [])):
         assert_close(got[learned], exact[learned], rtol=1e-4, atol=1e-4)
 
@@ -166,7 +166,7 @@ def test_naive_rounds_no_factor_of_the_scores():
     """At head size 16 it does what `Problem.results` does: another rounding, of queries times factors, would show."""
     problem = draw(random.Random(3), "s * log(n + 1)", "square", longest=33, head_dim=16)
     want = problem.results(torch.bfloat16, torch.bfloat16)
-    got = problem.computed(build_attention(AttentionConfig("naive", dropout=problem.dropout)), torch.bfloat16)
+    got = problem.computed(build("naive", dropout=problem.dropout), torch.bfloat16)
     for name, x in want.items():
         assert (got[name] - x).square().mean().sqrt() < 1e-4 * x.square().mean().sqrt(), name
 
@@ -237,7 +237,7 @@ def test_mistakes_in_a_formula_are_refused_with_their_place(text):
 
 
 def test_tensors_that_do_not_fit_are_refused():
-    q, attend = torch.zeros(1, 2, 9, 8), build_attention(AttentionConfig("naive"))
+    q, attend = torch.zeros(1, 2, 9, 8), build("naive")
     for text, given, complaint in (
         ("s + bias[h, min(i - j, 7)]", {}, r"needs the tensor bias \(head, table\)"),
         ("s + bias[h, min(i - j, 7)]", {"bias": torch.zeros(2, 7)}, r"reaches 7, and bias has 7 entries there"),
@@ -253,7 +253,7 @@ def test_tensors_that_do_not_fit_are_refused():
 def test_a_formula_beside_an_option_that_it_replaces_is_refused():
     with pytest.raises(ValueError, match=r"formula=.* and alibi=True both change the score"):
         Score(formula="2 * s", alibi=True)
-    q, attend = torch.zeros(1, 1, 3, 8), build_attention(AttentionConfig("sdpa"))
+    q, attend = torch.zeros(1, 1, 3, 8), build("sdpa")
     with pytest.raises(UnsupportedAttention, match=r"sdpa.* does not support .*choose"):
         attend(q, q, q, score=Score(formula="s + 1 / (1 + i - j)"))
 
@@ -265,7 +265,7 @@ def test_a_cache_gives_what_whole_sequences_give(name, text):
     B, H, T, D = 2, 2, 20, 16
     q, k, v = torch.randn(3, B, H, T, D)
     tensors = {name: x[:1] if x.ndim == 3 else x for name, x in FORMULAS[text](B, H, T).items()}
-    attend, score = build_attention(AttentionConfig(name)), Score(formula=text, window=13)
+    attend, score = build(name), Score(formula=text, window=13)
     lengths, last = torch.tensor([T, 9], dtype=torch.int32), q[:, :, -3:]
     got = attend.decode(last, Cache(k, v, lengths), score=score, tensors=tensors).out
     for b, length in enumerate(lengths.tolist()):
@@ -280,7 +280,7 @@ def test_a_compiled_call_has_no_break_and_gives_the_same_by_operators_that_keep_
     text = "s + bias[h, min(i - j, 7)] * s" if name == "naive" else "s + g[h, j] * tanh(s) + row[h, i]"
     problem = replace(draw(random.Random(3), text, "square", longest=33), dropout=0.0)
     calls: dict[Any, tuple[Any, Any]] = {}
-    attend = build_attention(AttentionConfig(name))
+    attend = build(name)
     want, got = (problem.computed(run, torch.float32) for run in (attend, compiled(attend, calls)))
     assert_close(got, want, rtol=1e-5, atol=1e-5)
     expected = {"sum_of_entries"} if name == "naive" else {f"{name}_forward", f"{name}_backward"}

@@ -3,17 +3,11 @@
 import pytest
 import torch
 
-from attention import (
-    AttentionConfig,
-    ProductPrecision,
-    Score,
-    UnsupportedAttention,
-    build_attention,
-)
+from attention import ProductPrecision, Score, UnsupportedAttention
 from attention.flash.call import Problem
 from attention.flash.paths import choose_path, describe_path
 from attention.spec import Spec
-from tests.attention.reference import Case, formula
+from tests.attention.reference import Case, build, formula
 from tests.attention.test_flash import DEVICE
 from tests.attention.test_hopper import shape
 
@@ -23,7 +17,7 @@ E4M3 = 2.0**-4  # half of the last place
 
 
 def fp8(**options):
-    return build_attention(AttentionConfig("flash", precision=ProductPrecision.fp8, **options))
+    return build("flash", precision=ProductPrecision.fp8, **options)
 
 
 def quantised(x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 
-from attention import AttentionConfig, AttentionShape, KernelPath, Score, UnsupportedAttention, build_attention
+from attention import AttentionShape, KernelPath, Score, UnsupportedAttention
 from attention.flash.call import Problem
 from attention.flash.hopper.added import parts_kernel
 from attention.flash.hopper.backward_pipeline import Counters, DeltaConstants, DeltaRows, delta_kernel
@@ -14,6 +14,7 @@ from attention.flash.hopper.configs import backward_blocks
 from attention.flash.paths import choose_path, describe_path
 from attention.flash.tiles import rows_like, tiles
 from attention.spec import Spec
+from tests.attention.reference import build
 
 PROBLEM = Problem(Spec(Score(), scale=1.0), 128, torch.bfloat16, 4096, 4096, capability=(9, 0))
 EVERY_LENGTH = range(0, 2**16, 128)
@@ -29,7 +30,7 @@ def shape(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, **options) -
 
 
 def flash(**options):
-    return build_attention(AttentionConfig("flash", path=KernelPath.hopper, **options))
+    return build("flash", path=KernelPath.hopper, **options)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_auto_changes_to_the_hopper_kernels_once_as_sequences_grow(head_dim, dro
 
 
 def test_the_paths_of_all_layers_are_named(hopper_gpu):
-    attend = build_attention(AttentionConfig("flash"))
+    attend = build("flash")
     assert attend.path(shape(), 4096) == "hopper"
     assert attend.path(shape(head_dim=64), 16384) == "hopper"
     assert attend.path(shape(head_dim=64, documents=True), 1024) == "hopper"

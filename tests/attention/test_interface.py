@@ -15,21 +15,18 @@ from attention import (
     ProductPrecision,
     SDPABackend,
     UnsupportedAttention,
-    build_attention,
 )
 from attention.interface import Call
 from attention.naive import NaiveAttention
 from recipe.errors import sentence_of
-from tests.attention.reference import KEY, Case
+from tests.attention.reference import KEY, Case, build
 
-
-def shape(device: str = "cpu", dtype: torch.dtype = torch.float32, head_dim: int = 32, **options) -> AttentionShape:
-    return AttentionShape(head_dim, n_heads=4, n_kv_heads=2, dtype=dtype, device=torch.device(device), **options)
+SHAPE = AttentionShape(32, n_heads=4, n_kv_heads=2, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(UnsupportedAttention, match=r'name="flesh" is not known; choose one of naive, tiled, sdpa'):
-        build_attention(AttentionConfig("flesh"))
+        build("flesh")
     assert issubclass(UnsupportedAttention, AttentionError)
 
 
@@ -44,7 +41,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
 def test_an_option_that_would_be_ignored_is_refused(name, option, value, instead):
     chosen = getattr(value, "value", value)
     with pytest.raises(UnsupportedAttention) as refusal:
-        build_attention(AttentionConfig(name, **{option: value}))
+        build(name, **{option: value})
     assert sentence_of(refusal.value) == f"attention.{option}={chosen} has no effect with attention={name}; {instead}."
 
 
@@ -60,7 +57,7 @@ def test_an_option_is_taken_by_its_name():
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_a_dropout_that_the_mask_cannot_realise_is_refused(name, p):
     with pytest.raises(UnsupportedAttention, match=rf"dropout={p} must be 0 or between 1/256 and 255/256"):
-        build_attention(AttentionConfig(name, dropout=p))
+        build(name, dropout=p)
 
 
 @pytest.mark.parametrize(
@@ -75,24 +72,24 @@ def test_a_dropout_that_the_mask_cannot_realise_is_refused(name, p):
 )
 def test_tensors_that_do_not_fit_together_are_refused(q, k, v, complaint):
     with pytest.raises(ValueError, match=complaint):
-        build_attention(AttentionConfig("naive"))(torch.zeros(q), torch.zeros(k), torch.zeros(v))
+        build("naive")(torch.zeros(q), torch.zeros(k), torch.zeros(v))
 
 
 def test_tensors_of_different_precision_are_refused():
     q = torch.zeros(1, 1, 4, 8)
     with pytest.raises(ValueError, match="must share dtype and device"):
-        build_attention(AttentionConfig("naive"))(q, q.half(), q)
+        build("naive")(q, q.half(), q)
 
 
 def test_dropout_of_sdpa_needs_torchs_generator():
     with pytest.raises(UnsupportedAttention, match=r'dropout=0.1; set rng="torch"'):
-        build_attention(AttentionConfig("sdpa", dropout=0.1))
+        build("sdpa", dropout=0.1)
 
 
 def test_dropout_of_sdpa_keeps_the_expectation_and_needs_a_key():
     q, k, v, _ = Case(64, 8, 8, 32, 32, 8).tensors(torch.float32)
-    attend = build_attention(AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch))
-    exact = build_attention(AttentionConfig("sdpa"))(q, k, torch.ones_like(v)).out
+    attend = build("sdpa", dropout=0.5, rng=DropoutRng.torch)
+    exact = build("sdpa")(q, k, torch.ones_like(v)).out
     assert torch.equal(attend(q, k, torch.ones_like(v)).out, exact)
     torch.manual_seed(0)
     dropped = attend(q, k, torch.ones_like(v), dropout_key=KEY).out
@@ -103,24 +100,23 @@ def test_dropout_of_sdpa_keeps_the_expectation_and_needs_a_key():
 def test_the_log_sum_exp_of_sdpa_is_not_to_be_had():
     q, k, v, _ = Case(1, 1, 1, 4, 4, 8).tensors(torch.float32)
     with pytest.raises(UnsupportedAttention, match=r'use name="naive", name="tiled" or name="flash"'):
-        build_attention(AttentionConfig("sdpa"))(q, k, v, return_lse=True)
+        build("sdpa")(q, k, v, return_lse=True)
 
 
 @pytest.mark.parametrize("backend", [SDPABackend.auto, SDPABackend.flash, SDPABackend.math])
 def test_backends_of_sdpa_that_the_device_has_pass_the_check(backend):
-    build_attention(AttentionConfig("sdpa", backend=backend)).check(shape())
+    build("sdpa", backend=backend).check(SHAPE)
 
 
 @pytest.mark.parametrize("backend", [SDPABackend.efficient, SDPABackend.cudnn])
 def test_backends_of_sdpa_that_the_device_lacks_are_refused_when_the_model_is_built(backend):
     with pytest.raises(UnsupportedAttention, match=f'backend="{backend.value}" .*use backend="auto"'):
-        build_attention(AttentionConfig("sdpa", backend=backend)).check(shape())
+        build("sdpa", backend=backend).check(SHAPE)
 
 
 def test_the_check_of_sdpa_leaves_the_generator_alone():
     before = torch.get_rng_state()
-    config = AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch, backend=SDPABackend.math)
-    build_attention(config).check(shape())
+    build("sdpa", dropout=0.5, rng=DropoutRng.torch, backend=SDPABackend.math).check(SHAPE)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -128,7 +124,7 @@ def test_the_check_of_sdpa_leaves_the_generator_alone():
 def test_the_backend_of_sdpa_does_the_work(backend):
     q, k, v, _ = Case(1, 2, 2, 16, 16, 8).tensors(torch.float32)
     with torch.profiler.profile() as profile:
-        build_attention(AttentionConfig("sdpa", backend=backend))(q, k, v)
+        build("sdpa", backend=backend)(q, k, v)
     called = {event.key for event in profile.key_averages()}
     assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in called) == (backend is SDPABackend.flash)
 

@@ -10,19 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from attention import (
-    AttentionConfig,
-    AttentionShape,
-    Score,
-    UnsupportedAttention,
-    build_attention,
-    documents,
-)
+from attention import AttentionShape, Score, UnsupportedAttention, documents
 from attention.adapters.peers import VarlenAttention
 from attention.check.cases import Case
 from attention.check.results import verdicts
 from attention.check.subject import Subject, find, ours
 from tests import flash_attn_stand_in
+from tests.attention.reference import build
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASES = {
@@ -52,14 +46,14 @@ def judge_all(subject: Subject, count: int) -> None:
 
 
 def test_torchs_varlen_attn_computes_what_was_asked_for(installed: None):
-    subject = ours("varlen", "", "varlen", build_attention(AttentionConfig("varlen")), frozenset())
+    subject = ours("varlen", "", "varlen", build("varlen"), frozenset())
     assert "lse" in subject.features
     judge_all(subject, 7)
 
 
 def test_flash_attn_4_trains_from_a_file_of_one_line(installed: None, tmp_path: Path):
     (tmp_path / "fa4.py").write_text("from flash_attn.cute import flash_attn_func as fa4\n")
-    attend = build_attention(AttentionConfig(f"{tmp_path}/fa4.py:fa4"))
+    attend = build(f"{tmp_path}/fa4.py:fa4")
     assert attend.supports == {"full", "window", "soft_cap", "sinks"}
     judge_all(ours("fa4", "", "fa4", attend, frozenset()), 7)
 
@@ -73,7 +67,7 @@ def test_the_checker_calls_the_library_as_its_parameters_ask(name: str, installe
 
 
 def test_new_documents_are_cut_anew_also_in_the_same_tensor(installed: None):
-    attend = build_attention(AttentionConfig("varlen"))
+    attend = build("varlen")
     assert isinstance(attend, VarlenAttention)
     starts = torch.tensor([[0, 0, 2, 2, 2], [0, 1, 1, 1, 1]], dtype=torch.int32)
     bounds, longest = attend.sequences(starts, 5)
@@ -90,9 +84,9 @@ def shape(device: torch.device = CUDA, dtype: torch.dtype = torch.bfloat16, head
 def test_calls_that_the_kernels_lack_are_refused_by_name_when_the_model_is_built(monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as context:
         flash_attn_stand_in.install(context)
-        attend = build_attention(AttentionConfig("varlen"))
+        attend = build("varlen")
         with pytest.raises(UnsupportedAttention, match=r'"varlen" has no dropout; set dropout=0 instead of 0.1, or'):
-            build_attention(AttentionConfig("varlen", dropout=0.1))
+            build("varlen", dropout=0.1)
     refused: dict[str, AttentionShape] = {
         r'name="varlen" takes bf16 or fp16, not torch.float32; .*name="flash"': shape(dtype=torch.float32),
         'needs an NVIDIA GPU and the device is cpu; choose name="tiled"': shape(CPU),
@@ -113,7 +107,7 @@ def test_an_error_of_the_library_becomes_a_refusal_with_its_reason(installed: No
         warnings.warn("an argument is deprecated", stacklevel=1)  # is not the reason
         raise RuntimeError("no kernel image is available")
 
-    attend = build_attention(AttentionConfig("varlen"))
+    attend = build("varlen")
     monkeypatch.setattr(attend, "varlen_attn", no_kernel)
     with pytest.raises(
         UnsupportedAttention, match=r'"varlen" does not support 4 heads .*\(no kernel.*use name="flash"'
@@ -124,4 +118,4 @@ def test_an_error_of_the_library_becomes_a_refusal_with_its_reason(installed: No
 def test_documents_need_as_many_queries_as_keys(installed: None):
     q, layout = torch.zeros(1, 2, 8, 16), documents(torch.zeros(1, 8, dtype=torch.int32))
     with pytest.raises(UnsupportedAttention, match="as many queries as keys, not for 4 and 8"):
-        build_attention(AttentionConfig("varlen"))(q[:, :, 4:], q, q, layout=layout)
+        build("varlen")(q[:, :, 4:], q, q, layout=layout)

@@ -1,6 +1,5 @@
 """Scores and layouts: their meaning, refused combinations, flex, and the tiles that tiled visits."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from attention import (
     Score,
     ScoreError,
     UnsupportedAttention,
-    build_attention,
     documents,
     packed,
 )
@@ -24,34 +22,26 @@ from attention.adapters.flex import FlexAttention
 from attention.score import visible_pairs
 from attention.scores.alibi import alibi_slopes
 from tests import flash_attn_stand_in
-from tests.attention.reference import Case, published_slopes
-
-EVERYTHING: Any = {"window": 30, "soft_cap": 3.0, "alibi": True, "sinks": True}
-DOCUMENTS = Case(2, 6, 2, 97, 97, 40, documents=(30, 1, 50, 16))
-CASES = {
-    "documents_full": replace(DOCUMENTS, causal=False),
-    "everything": replace(DOCUMENTS, **EVERYTHING),
-    "more_keys": Case(2, 4, 2, 61, 120, 32, **EVERYTHING, documents=(70, 50)),
-    "more_queries": Case(2, 4, 1, 120, 61, 32, **EVERYTHING, documents=(21, 40)),
-}
+from tests.attention.contract import SCORE_CASES
+from tests.attention.reference import Case, build, published_slopes
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", ["everything", "documents_full", "more_queries"])
+@pytest.mark.parametrize("name", ["everything", "documents_full", "everything_more_queries"])
 def test_flex_generates_the_same_masks_and_scores(name):
-    case = CASES[name]
+    case = SCORE_CASES[name]
     q, k, v, _ = case.tensors(torch.float32)
     options: Any = {"score": case.score, "layout": case.layout(), "sinks": case.sink_logits(), "return_lse": True}
-    got, expected = (build_attention(AttentionConfig(name))(q, k, v, **options) for name in ("flex", "naive"))
+    got, expected = (build(name)(q, k, v, **options) for name in ("flex", "naive"))
     assert_close(got.out, expected.out)
     assert_close(got.lse, expected.lse)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_makes_a_block_mask_again_when_the_documents_change():
-    case = DOCUMENTS
+    case = Case(2, 6, 2, 97, 97, 40, documents=(30, 1, 50, 16))
     q, k, v, _ = case.tensors(torch.float32)
-    flex, naive = FlexAttention(AttentionConfig("flex")), build_attention(AttentionConfig("naive"))
+    flex, naive = FlexAttention(AttentionConfig("flex")), build("naive")
     starts = case.layout().document_starts
     assert starts is not None
     for _ in range(2):
@@ -63,8 +53,8 @@ def test_flex_makes_a_block_mask_again_when_the_documents_change():
 
 def test_flex_refuses_dropout_and_a_backward_pass_on_a_cpu():
     with pytest.raises(UnsupportedAttention, match=r'name="flex" has no dropout; set dropout=0'):
-        build_attention(AttentionConfig("flex", dropout=0.1))
-    flex = build_attention(AttentionConfig("flex"))
+        build("flex", dropout=0.1)
+    flex = build("flex")
     with pytest.raises(UnsupportedAttention, match=r'no backward pass on a CPU; choose name="tiled"'):
         flex.check(AttentionShape(32, 4, 2, torch.float32, torch.device("cpu"), training=True))
     q, k, v, _ = Case(1, 2, 2, 8, 8, 16).tensors(torch.float32)
@@ -99,7 +89,7 @@ def test_a_score_that_an_implementation_lacks_is_refused_when_the_model_is_built
     if name == "varlen":
         flash_attn_stand_in.install(monkeypatch)
     score, has_documents, asked_by = FEATURES[feature]
-    attend = build_attention(AttentionConfig(name))
+    attend = build(name)
     device = torch.device("cuda" if name == "flex" else "cpu")
     shape = AttentionShape(32, 4, 2, torch.float32, device, (Score(), score), has_documents)
     if feature in attend.supports:
@@ -174,14 +164,14 @@ def test_bounds_and_starts_describe_the_same_documents():
 def test_tensors_that_do_not_fit_the_call_are_refused(options, complaint):
     q, k, v, _ = Case(2, 4, 2, 8, 8, 4).tensors(torch.float32)
     with pytest.raises(ValueError, match=complaint):
-        build_attention(AttentionConfig("naive"))(q, k, v, **options)
+        build("naive")(q, k, v, **options)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("number", [np.float64, np.float32, torch.tensor])
 def test_numbers_of_numpy_and_tensors_without_axes_are_numbers(number, compiled):
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
-    attend = build_attention(AttentionConfig("naive"))
+    attend = build("naive")
     options: dict[str, Any] = {"soft_cap": number(2.0), "window": np.int64(3), "sinks": np.bool_(False)}
     score, plain = Score(**options), Score(True, 3, 2.0)
     assert score == plain

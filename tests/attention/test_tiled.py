@@ -13,12 +13,12 @@ from attention import Ablation, AttentionConfig, Score, UnsupportedAttention, bu
 from attention.dropout import drop_threshold
 from attention.spec import Inputs, Spec
 from tests.attention.contract import SCORE_CASES
-from tests.attention.reference import KEY, Case, flops_of_tiles, formula, gradients
+from tests.attention.reference import KEY, Case, build, flops_of_tiles, formula, gradients
 from tests.equal import assert_equal
 
 
 def tiled(block_q: int = 16, block_k: int = 16, **options):
-    return build_attention(AttentionConfig("tiled", block_q=block_q, block_k=block_k, **options))
+    return build("tiled", block_q=block_q, block_k=block_k, **options)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -96,7 +96,7 @@ def test_nothing_of_the_size_of_the_scores_is_ever_allocated():
         gradients(lambda q, k, v: tiled(32, 32, dropout=0.1)(q, k, v, dropout_key=KEY), q, k, v, dout)
     assert largest.elements == q.numel()
     with LargestTensor() as largest:
-        gradients(build_attention(AttentionConfig("naive")), q, k, v, dout)
+        gradients(build("naive"), q, k, v, dout)
     assert largest.elements == 2 * 192 * 192
 
 
@@ -128,7 +128,7 @@ def test_a_second_derivative_is_refused_rather_than_wrong():
 def test_without_max_subtraction_the_first_large_score_overflows():
     q, k, v, _ = Case(1, 1, 1, 64, 64, 16, spread=4.0).tensors(torch.float32)
     ablated = tiled(ablate=Ablation.no_max_subtraction)
-    assert_close(ablated(q, k, v).out, formula(q, k, v, causal=True))  # harmless where exp holds the scores
+    assert_close(ablated(q, k, v).out, formula(q, k, v))  # harmless where exp holds the scores
     q[0, 0, 40] *= 100
     out = ablated(q, k, v).out
     assert not out[0, 0, 40].isfinite().any()
@@ -138,7 +138,7 @@ def test_without_max_subtraction_the_first_large_score_overflows():
 
 def test_without_rescaling_rows_are_finite_and_wrong_from_the_second_tile_on():
     q, k, v, _ = Case(1, 1, 1, 64, 64, 16, spread=4.0).tensors(torch.float32)
-    out, exact = tiled(ablate=Ablation.no_rescaling)(q, k, v).out, formula(q, k, v, causal=True)
+    out, exact = tiled(ablate=Ablation.no_rescaling)(q, k, v).out, formula(q, k, v)
     assert out.isfinite().all()
     assert_close(out[:, :, :16], exact[:, :, :16])  # one tile: there is nothing to rescale
     assert (out - exact)[:, :, 16:].abs().max() > 0.1

@@ -34,7 +34,8 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self, layers: int = 3, **options: Any) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(Layer(**({"is_causal": True} | options)) for _ in range(layers)))
+        options = {"is_causal": "attn_mask" not in options} | options
+        self.layers = nn.Sequential(*(Layer(**options) for _ in range(layers)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -119,11 +120,11 @@ EMPTY = LATER | (torch.arange(T) < 3)  # the first queries see no key
     "options",
     [
         {"is_causal": False},
-        {"is_causal": False, "attn_mask": ~LATER},
-        {"is_causal": False, "attn_mask": mask(LATER, -torch.inf)},
-        {"is_causal": False, "attn_mask": mask(FAR, torch.finfo(torch.float32).min)},
-        {"is_causal": False, "attn_mask": ~EMPTY},
-        {"is_causal": False, "attn_mask": torch.randn(HEADS, T, T, generator=torch.Generator().manual_seed(3))},
+        {"attn_mask": ~LATER},
+        {"attn_mask": mask(LATER, -torch.inf)},
+        {"attn_mask": mask(FAR, torch.finfo(torch.float32).min)},
+        {"attn_mask": ~EMPTY},
+        {"attn_mask": torch.randn(HEADS, T, T, generator=torch.Generator().manual_seed(3))},
         {"scale": 0.7},
     ],
 )
@@ -247,7 +248,7 @@ def test_dropout_that_does_not_come_back_is_not_judged(monkeypatch: pytest.Monke
     assert "watch/error" not in line
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"attn_mask": ~LATER, "is_causal": False}])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"attn_mask": ~LATER}])
 def test_a_run_computes_the_same_bits_with_and_without(options: dict[str, Any]):
     bits_stay(lambda: build(**options))
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import AttentionConfig, Cache, Score, build_attention
+from attention import Cache, Score
+from tests.attention.reference import build
 from tests.attention.test_decode import SCORES as SMALL
 from tests.attention.test_decode import assert_exact, contiguous, extras, paged, part, queries
 from tests.gpu.graphs import captured
@@ -30,7 +31,7 @@ CASES = [
 
 
 def flash():
-    return build_attention(AttentionConfig("flash"))
+    return build("flash")
 
 
 def tensors(H: int, H_kv: int, T: int, D: int, dtype: torch.dtype) -> tuple[Tensor, Cache]:
@@ -89,7 +90,7 @@ def test_neither_pages_nor_the_batch_nor_the_capacity_change_a_bit(D):
 @pytest.mark.parametrize("size", [None, 16])
 def test_a_replayed_graph_follows_lengths_and_pages_and_waits_for_nothing(name, size):
     """One graph writes a token and attends from it; it is replayed on the contents of two caches of the same shapes."""
-    attend = build_attention(AttentionConfig(name))
+    attend = build(name)
     q, cache = tensors(8, 2, 1, 64, torch.bfloat16)
     new_k, new_v = torch.randn(2, len(LENGTHS), 2, 1, 64, dtype=torch.bfloat16, device="cuda")
     cache = cache._replace(k=cache.k.nan_to_num(), v=cache.v.nan_to_num())
@@ -120,7 +121,7 @@ def test_a_replayed_graph_follows_lengths_and_pages_and_waits_for_nothing(name, 
 
 @pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
 def test_a_compiled_function_is_one_graph(name):
-    attend = build_attention(AttentionConfig(name))
+    attend = build(name)
     q, cache = tensors(8, 2, 1, 64, torch.bfloat16)
     new = torch.randn(2, len(LENGTHS), 2, 1, 64, dtype=torch.bfloat16, device="cuda")
 

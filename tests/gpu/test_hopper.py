@@ -13,12 +13,7 @@ from attention.dropout import drop_threshold
 from attention.flash.hopper.configs import forward_blocks
 from attention.flash.op import flash_forward
 from attention.spec import Inputs, Spec
-from tests.attention.reference import (
-    KEY,
-    Case,
-    assert_accurate,
-    formula,
-)
+from tests.attention.reference import KEY, Case, assert_accurate, formula
 from tests.equal import assert_equal
 from tests.gpu.needs import A_HOPPER_GPU, EACH_SIZE
 from tests.gpu.test_flash import memory_of, name_of
@@ -167,9 +162,7 @@ def test_every_rate_drops_the_weights_of_keep_mask(p, D):
 def test_scale_may_have_any_sign(scale):
     q, k, v, do = Case(1, 2, 2, 150, 150, 64).tensors(torch.bfloat16, "cuda")
     got = run(partial(flash(), scale=scale), q, k, v, do)
-    exact = run(
-        lambda q, k, v: AttentionOutput(formula(scale * 8 * q, k, v, causal=True)), *(x.double() for x in (q, k, v, do))
-    )
+    exact = run(lambda q, k, v: AttentionOutput(formula(scale * 8 * q, k, v)), *(x.double() for x in (q, k, v, do)))
     for a, b in zip(got, exact, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0.02, atol=0.02 * max(1.0, b.abs().max().item()))
 
@@ -237,7 +230,7 @@ def test_long_sequences_use_the_whole_mask(D):
     q, k, v, do = Case(1, 2, 1, T, T, D).tensors(torch.bfloat16, "cuda")
     out, *gradients = run(partial(flash(p), dropout_key=KEY), q, k, v, do)
     keep = keep_mask(KEY, p, 1, 2, T, T, rows=(T - rows, T), device="cuda")
-    expected = formula(q[:, :, -rows:].float(), k.float(), v.float(), causal=True, keep=keep, rate=round(256 * p) / 256)
+    expected = formula(q[:, :, -rows:].float(), k.float(), v.float(), keep=keep, rate=round(256 * p) / 256)
     torch.testing.assert_close(out[:, :, -rows:].float(), expected, rtol=2e-2, atol=2e-3)
     plain = run(partial(flash(p, KernelPath.plain), dropout_key=KEY), q, k, v, do)
     for a, b in zip((out, *gradients), plain, strict=True):

@@ -147,9 +147,9 @@ def gradients(config: GPTConfig, recompute: Recompute, compiled: bool = False) -
     model = built(config, dropout=0.1, computation=Computation(recompute))
     network = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     inputs, targets = window()
-    after = further(inputs, targets) if config.mtp else None
     with torch.autocast("cpu", torch.bfloat16):
-        model.objective(network(inputs, targets, dropout_key=KEY, further=after)).backward()
+        losses = network(inputs, targets, dropout_key=KEY, further=further(inputs, targets))
+        model.objective(losses).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attention.dropout import DropoutKey
 from model.counting import flops_per_token
 from model.further import further
-from model.gpt import Computation
+from model.gpt import GPT, Computation
 from model.loss import LossKind
 from model.options import (
     AttentionBias,
@@ -84,22 +84,23 @@ def test_a_random_choice_of_parts_is_the_textbooks_model(seed):
     assert_close(model.objective(losses), loss + config.mtp * second, rtol=1e-5, atol=1e-5)
 
 
+def gradients(model: GPT, run: Any, key: DropoutKey) -> list[Any]:
+    """The losses of `run`, which is the model or compiled from it, and the gradients of all parameters."""
+    model.zero_grad()
+    inputs, targets = tokens()
+    losses = run(inputs, targets, dropout_key=key, further=further(inputs, targets))
+    model.objective(losses).backward()
+    return [losses.detach(), *(p.grad for p in model.parameters())]
+
+
 def test_compiled_into_one_graph_a_step_is_the_same():
     torch._dynamo.reset()
     computation = Computation(Recompute.around_attention, LossKind.chunked)
     model = build(replace(EVERYTHING, dropout=0.1), name="sdpa", computation=computation)
-    inputs, targets = tokens()
-    after = further(inputs, targets)
     step = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for key in (KEY, replace(KEY, step=torch.tensor(3), first_sequence=torch.tensor(7))):
-            results = []
-            for function in (model, step):
-                model.zero_grad()
-                losses = function(inputs, targets, dropout_key=key, further=after)
-                model.objective(losses).backward()
-                results.append([losses.detach(), *(p.grad for p in model.parameters())])
-            assert_close(results[1], results[0])
+            assert_close(gradients(model, step, key), gradients(model, model, key))
 
 
 HYBRID = GPTConfig(n_layers=2, n_heads=4, n_embd=32, positions=Positions.rotary, layers=["gdn", "attention"])
@@ -107,14 +108,10 @@ HYBRID = GPTConfig(n_layers=2, n_heads=4, n_embd=32, positions=Positions.rotary,
 
 @pytest.mark.parametrize("config", [*PARTS.values(), HYBRID], ids=[*PARTS, "mixers"])
 def test_recomputation_changes_no_bit(config):
-    inputs, targets = tokens()
-    after = further(inputs, targets) if config.mtp else None
     results = []
     for recompute in (Recompute.none, Recompute.attention, Recompute.block):
         model = build(replace(config, dropout=0.1), dropout=0.1, computation=Computation(recompute))
-        losses = model(inputs, targets, dropout_key=KEY, further=after)
-        model.objective(losses).backward()
-        results.append([losses.detach(), *(p.grad for p in model.parameters())])
+        results.append(gradients(model, model, KEY))
     for other in results[1:]:
         assert all(a is not None and torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -138,9 +135,8 @@ def test_the_residual_stream_has_the_precision_that_was_asked_for(config, half, 
 def test_flops_per_token_are_those_that_torch_counts(config):
     model = build(config, vocab_size=64, computation=Computation(loss=LossKind.plain))
     inputs, targets = tokens(3, vocab_size=64)
-    after = further(inputs, targets) if config.mtp else None
     with FlopCounterMode(display=False) as counter:
-        model.objective(model(inputs, targets, further=after)).backward()
+        model.objective(model(inputs, targets, further=further(inputs, targets))).backward()
     assert counter.get_total_flops() == inputs.numel() * flops_per_token(model, T, causal=False)
 
 
