@@ -17,12 +17,23 @@ from tests.attention.subjects import SMALL  # noqa: E402
 from tests.equal import assert_equal  # noqa: E402
 
 T, VOCAB = 24, SMALL["vocab_size"]
-CONFIGURATIONS = {
-    "gpt2": transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=VOCAB, n_positions=64),
-    "llama": transformers.LlamaConfig(**SMALL),
-    "gemma2": transformers.Gemma2Config(**SMALL, sliding_window=5, attn_logit_softcapping=2.0),
-    "gpt_oss": transformers.GptOssConfig(**SMALL, sliding_window=5, num_local_experts=2, num_experts_per_tok=1),
-}
+
+
+def configurations(window: int, soft_cap: float, **changed: int) -> dict[str, Any]:
+    """Of a model of each kind, with other sizes than SMALL's."""
+    sizes = SMALL | changed
+    width, length = sizes["hidden_size"], sizes["max_position_embeddings"]
+    return {
+        "gpt2": transformers.GPT2Config(n_layer=2, n_head=4, n_embd=width, vocab_size=VOCAB, n_positions=length),
+        "llama": transformers.LlamaConfig(**sizes),
+        "gemma2": transformers.Gemma2Config(**sizes, sliding_window=window, attn_logit_softcapping=soft_cap),
+        "gpt_oss": transformers.GptOssConfig(
+            **sizes, sliding_window=window, num_local_experts=2, num_experts_per_tok=1
+        ),
+    }
+
+
+CONFIGURATIONS = configurations(5, 2.0)
 MODELS = pytest.mark.parametrize("model", CONFIGURATIONS, indirect=True)
 
 
@@ -31,16 +42,19 @@ def registered() -> None:
     register()
 
 
-@pytest.fixture
-def model(request: pytest.FixtureRequest) -> Any:
+def build(configuration: Any, spread: float = 0.2) -> Any:
     """A model with its eager attention, large enough weights for attention to matter, and no dropout."""
     torch.manual_seed(0)
-    configuration = CONFIGURATIONS[request.param]
     model = transformers.AutoModelForCausalLM.from_config(configuration, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+            parameter.add_(spread * torch.randn_like(parameter))
     return model
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> Any:
+    return build(CONFIGURATIONS[request.param])
 
 
 def tokens(seed: int = 1, length: int = T) -> Tensor:
@@ -92,6 +106,13 @@ def test_sequences_packed_in_a_row_do_not_see_each_other(model):
     assert_near_eager(model, "gpt_attention_tiled", inputs)
 
 
+def generated(model: Any, name: str, prompt: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """The logits of tokens that follow a prompt."""
+    model.set_attn_implementation(name)
+    options |= {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+    return model.generate(prompt, **options, disable_compile=True).logits
+
+
 @MODELS
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padding", [4, 0])
@@ -99,14 +120,10 @@ def test_generation_with_a_cache_has_the_logits_of_eager_attention(model, cache,
     prompt = tokens(length=9)
     mask = torch.ones_like(prompt)
     mask[0, :padding] = 0
-    steps = []
-    for name in ("eager", "gpt_attention_tiled"):
-        model.set_attn_implementation(name)
-        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
-        options |= {"return_dict_in_generate": True, "output_logits": True, "disable_compile": True}
-        steps.append(model.generate(prompt, attention_mask=mask, **options).logits)
-    assert len(steps[0]) == 12
-    assert_near(*steps)
+    options = {"attention_mask": mask, "max_new_tokens": 12, "cache_implementation": cache}
+    eager, ours = (generated(model, name, prompt, **options) for name in ("eager", "gpt_attention_tiled"))
+    assert len(eager) == 12
+    assert_near(ours, eager)
 
 
 @pytest.mark.parametrize("model", ["gpt_oss"], indirect=True)
