@@ -73,7 +73,7 @@ class ContextAttention(Attention):
         self.inner, self.group = inner, group
         self.rank, self.ranks = group.rank(), group.size()
         self.name, self.supports, self.operators = inner.name, inner.supports, inner.operators  # type: ignore[misc]
-        self.config, self.dropout = inner.config, inner.dropout
+        self.config, self.dropout, self.options_of_spec = inner.config, inner.dropout, inner.options_of_spec
 
     def check(self, shape: AttentionShape) -> None:
         self.inner.check(shape)
