@@ -5,9 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import triton
 
 ROOT = Path(__file__).parents[1]
+INTERPRETED = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled for the GPU")
 
 
 def run_interpreted(script: str) -> None:

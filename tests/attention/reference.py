@@ -144,6 +144,19 @@ def gradients(
     return {name: x.detach().double() for name, x in found.items()}
 
 
+def results_of(
+    attend: Callable[..., AttentionOutput], case: Case, tensors: Sequence[Tensor], **options: Any
+) -> dict[str, Tensor]:
+    """`gradients` of a case, for the tensors q, k, v and dout."""
+    device = tensors[0].device
+    options |= {"score": case.score, "layout": case.layout(device), "dropout_key": KEY}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> AttentionOutput:
+        return attend(q, k, v, sinks=sinks, **options)
+
+    return gradients(run, *tensors, sinks=case.sink_logits(device))
+
+
 def with_part_of_the_mask(
     attend: Callable[..., AttentionOutput], D: int, dtype: torch.dtype, device: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -169,13 +182,8 @@ def gradients_with_slopes(
     case: Case, config: AttentionConfig, tensors: Sequence[Tensor], slopes: Sequence[float]
 ) -> dict[str, Tensor]:
     """`gradients` of the implementation that `config` names, for the tensors q, k, v and dout, with ALiBi's slopes."""
-    attend, device = build_attention(replace(config, dropout=case.dropout)), tensors[0].device
-    options: Any = {"score": case.score, "layout": case.layout(device), "slopes": torch.tensor(slopes, device=device)}
-
-    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> AttentionOutput:
-        return attend(q, k, v, sinks=sinks, dropout_key=KEY, **options)
-
-    return gradients(run, *tensors, sinks=case.sink_logits(device))
+    attend = build_attention(replace(config, dropout=case.dropout))
+    return results_of(attend, case, tensors, slopes=torch.tensor(slopes, device=tensors[0].device))
 
 
 def assert_accurate(
@@ -186,14 +194,9 @@ def assert_accurate(
     lse: bool = False,
 ) -> None:
     """The check's judge finds nothing but rounding in out, all gradients and, if asked, the log-sum-exp."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> AttentionOutput:
-        options: Any = {"return_lse": True} if lse else {}
-        return attend(q, k, v, score=case.score, layout=case.layout(device), sinks=sinks, dropout_key=KEY, **options)
-
     tensors = case.tensors(dtype, device)
     with interpreting():
-        got = gradients(run, *tensors, sinks=case.sink_logits(device))
+        got = results_of(attend, case, tensors, return_lse=lse)
     assert_rounding(tensors, case.problem(device), got, f"{case}, {dtype}")
 
 

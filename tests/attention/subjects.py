@@ -4,8 +4,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from unittest.mock import patch
 
+import torch
+
 from attention import IMPLEMENTATIONS, AttentionConfig, build_attention
 from attention.check.cases import Case
+from attention.check.results import verdicts
 from attention.check.subject import Subject, ours
 from tests import right_attention, wrong_attention
 
@@ -26,6 +29,12 @@ SMALL |= {"intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 
 def subject_of(config: AttentionConfig, expression: str = "under_test") -> Subject:
     """The implementation that `config` names, without dropout, as the check takes it."""
     return ours(expression, "", expression, build_attention(replace(config, dropout=0.0)), frozenset())
+
+
+def assert_judged_right(subject: Subject, case: Case, device: str = "cpu") -> None:
+    """The check's judge finds nothing but rounding in a call."""
+    for verdict in verdicts(subject, case, torch.device(device)):
+        assert verdict.passes, (case, verdict)
 
 
 def registered() -> AbstractContextManager[object]:

@@ -46,6 +46,7 @@ from attention.naive import NaiveAttention
 from tests import right_attention
 from tests.attention.reference import build
 from tests.attention.subjects import CASES, subject_of
+from tests.interpreter import INTERPRETED
 from tests.right_attention import RIGHT, for_each_head, one_head_each, plain
 from tests.wrong_attention import CORNERS, FAULTS
 from tests.wrong_attention.published import PUBLISHED
@@ -404,7 +405,7 @@ def test_a_full_disk_ends_the_check_in_a_sentence(only, capsys):
     )
 
 
-@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled for the GPU")
+@INTERPRETED
 def test_a_check_in_tritons_interpreter_has_the_bf16_of_a_gpu():
     bits = torch.randint(-(2**31), 2**31, (64, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     bits[0] = (torch.arange(64) << 15) + 0x3F800000  # ties

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from attention import AttentionConfig, Score, documents, varlen
 from attention.check.behaviour import CHECKS
 from attention.check.cases import MEMORY
-from attention.check.results import verdicts
 from attention.check.run import Session, prepare
 from tests.attention.contract import CASES, NAMES, REPLAYING, RETURNING_LSE, SCORE_CASES, build, device_of, supporting
 from tests.attention.reference import (
@@ -25,9 +24,10 @@ from tests.attention.reference import (
     formula,
     gradients,
 )
-from tests.attention.subjects import subject_of
+from tests.attention.subjects import assert_judged_right, subject_of
 from tests.equal import assert_equal
 
+EACH_IMPLEMENTATION = pytest.mark.parametrize("name", NAMES)
 EVERYTHING = SCORE_CASES["everything"]
 HAVING_ALL = supporting(*EVERYTHING.score.features(), *EVERYTHING.layout().features())
 FULL = {f"{x}_full": replace(CASES[x], causal=False) for x in ("grouped", "more_keys", "more_queries", "few_keys")}
@@ -74,7 +74,7 @@ LARGE_SCORES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", LARGE_SCORES)
-@pytest.mark.parametrize("name", NAMES)
+@EACH_IMPLEMENTATION
 def test_scores_of_ten_thousand_neither_overflow_nor_lose_accuracy(name, kind, dtype):
     case = LARGE_SCORES[kind]
     q, k, _, _ = case.tensors(dtype)
@@ -102,12 +102,11 @@ CALLS |= {"slopes other than the paper's": Case(H=3, H_kv=1, T=40, S=40, alibi=T
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", NAMES)
+@EACH_IMPLEMENTATION
 def test_any_memory_layout_slopes_and_scale_are_supported(name, call):
     subject = subject_of(AttentionConfig(name))
     if subject.supports(CALLS[call]):
-        for verdict in verdicts(subject, CALLS[call], torch.device(device_of(name))):
-            assert verdict.passes, verdict
+        assert_judged_right(subject, CALLS[call], device_of(name))
 
 
 @pytest.mark.parametrize("name", RETURNING_LSE)
@@ -130,7 +129,7 @@ def test_values_that_are_not_finite_reach_the_rows_that_see_them(name):
 
 
 @pytest.mark.parametrize(("B", "T", "S"), [(0, 9, 9), (2, 9, 0), (2, 0, 9)])
-@pytest.mark.parametrize("name", NAMES)
+@EACH_IMPLEMENTATION
 def test_empty_inputs_give_empty_or_zero_results(name, B, T, S):
     q, k = torch.ones(B, 4, T, 16, device=device_of(name)), torch.ones(B, 2, S, 16, device=device_of(name))
     got = gradients(build(name), q, k, k, q)
@@ -138,7 +137,7 @@ def test_empty_inputs_give_empty_or_zero_results(name, B, T, S):
     assert not any(x.any() for x in got.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH_IMPLEMENTATION
 def test_a_scale_of_zero_gives_all_visible_keys_the_same_weight(name):
     tensors = tensors_of(name, Case(1, 2, 1, 40, 40, 16))
     got = gradients(partial(build(name), scale=0.0), *tensors)
@@ -146,7 +145,7 @@ def test_a_scale_of_zero_gives_all_visible_keys_the_same_weight(name):
     assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH_IMPLEMENTATION
 def test_the_inputs_decide_the_precision_under_autocast(name):
     tensors = tensors_of(name, Case(1, 2, 2, 40, 40, 16))
 

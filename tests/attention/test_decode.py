@@ -25,6 +25,7 @@ SCORES: dict[str, Score] = {
     "everything": Score(window=40, soft_cap=1.5, alibi=True, sinks=True),
 }
 PAGE = torch.zeros(2, 1, dtype=torch.int32)
+EACH_WRITE = pytest.mark.parametrize("write", [write_in_torch, write_kernel.write])
 
 
 def contiguous(lengths: list[int], capacity: int, H_kv: int, D: int, dtype: torch.dtype = torch.float32) -> Cache:
@@ -171,7 +172,7 @@ def emptied(cache: Cache) -> Callable[[list[int]], Cache]:
     return make
 
 
-@pytest.mark.parametrize("write", [write_in_torch, write_kernel.write])
+@EACH_WRITE
 def test_tokens_without_a_slot_are_dropped(write):
     k = torch.zeros(2, 1, 16, 4)
     cache = Cache(k, k.clone(), torch.tensor([18, 16], dtype=torch.int32), torch.tensor([[1], [-1]], dtype=torch.int32))
@@ -205,7 +206,7 @@ def test_new_tokens_that_do_not_fit_the_cache_are_refused():
         cache.write(torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.tensor([0, 5]))
 
 
-@pytest.mark.parametrize("write", [write_in_torch, write_kernel.write])
+@EACH_WRITE
 @pytest.mark.parametrize("lengths", [[5], [3, 5]])
 def test_tokens_behind_the_last_sequence_change_no_sequence(write, lengths, monkeypatch):
     """Where they have slots, and where the cache ends with the sequence."""

@@ -22,6 +22,8 @@ from tests.attention.formulas import FORMULAS, KINDS, assert_right, draw
 from tests.attention.operators import compiled
 from tests.attention.reference import build
 
+OURS = pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
+
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["naive", "tiled", "flex"])
@@ -105,7 +107,7 @@ def test_the_log_sum_exp_counts_what_is_the_same_along_a_row():
         assert_close(lse, expected.float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
+@OURS
 def test_the_gradient_of_a_slope_is_as_accurate_for_positions_far_into_a_text(name):
     """Rows of ds sum to zero only up to rounding: a sum of ds times i less one of ds times j would lose all digits."""
     problem = replace(draw(random.Random(0), "s - slope[h] * (i - j)", "square", longest=19), dropout=0.0)
@@ -258,7 +260,7 @@ def test_a_formula_beside_an_option_that_it_replaces_is_refused():
         attend(q, q, q, score=Score(formula="s + 1 / (1 + i - j)"))
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
+@OURS
 @pytest.mark.parametrize("text", ["s * log(n + 1)", "s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]"])
 def test_a_cache_gives_what_whole_sequences_give(name, text):
     torch.manual_seed(0)
@@ -275,7 +277,7 @@ def test_a_cache_gives_what_whole_sequences_give(name, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
+@OURS
 def test_a_compiled_call_has_no_break_and_gives_the_same_by_operators_that_keep_torchs_rules(name):
     text = "s + bias[h, min(i - j, 7)] * s" if name == "naive" else "s + g[h, j] * tanh(s) + row[h, i]"
     problem = replace(draw(random.Random(3), text, "square", longest=33), dropout=0.0)

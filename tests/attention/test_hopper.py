@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import triton
 
 from attention import AttentionShape, KernelPath, Score, UnsupportedAttention
 from attention.flash.call import Problem
@@ -15,6 +14,7 @@ from attention.flash.paths import choose_path, describe_path
 from attention.flash.tiles import rows_like, tiles
 from attention.spec import Spec
 from tests.attention.reference import build
+from tests.interpreter import INTERPRETED
 
 PROBLEM = Problem(Spec(Score(), scale=1.0), 128, torch.bfloat16, 4096, 4096, capability=(9, 0))
 EVERY_LENGTH = range(0, 2**16, 128)
@@ -116,7 +116,7 @@ def test_the_paths_of_all_layers_are_named(hopper_gpu):
     assert attend.path(shape(head_dim=128, scores=layers), 512) == "hopper and hopper forward, plain backward"
 
 
-@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the interpreter runs this kernel on a CPU")
+@INTERPRETED
 @pytest.mark.parametrize(("in_products", "keys_biased"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("rows", "part"), [(64, 64), (128, 64)])
 def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(rows, part, in_products, keys_biased):
@@ -150,7 +150,7 @@ def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(rows, part, in
     assert not any(x.any() for x in counters)
 
 
-@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the interpreter runs this kernel on a CPU")
+@INTERPRETED
 def test_a_keys_number_is_the_sum_of_its_parts_and_minus_infinity_stays():
     x = -torch.randn(2, 1, 150).exp().cumsum(-1)  # the same for all heads
     x[1, 0, 3] = -math.inf

@@ -5,10 +5,9 @@ import sys
 
 import pytest
 import torch
-import triton
 
 from tests.equal import assert_equal
-from tests.interpreter import ROOT
+from tests.interpreter import INTERPRETED, ROOT
 
 # Attention with everything, in 16 bits, forward and backward, whose kernels call most of what kernels call.
 SCRIPT = """
@@ -29,7 +28,7 @@ results = gradients(run, *case.tensors(torch.bfloat16), sinks=case.sink_logits()
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled for the GPU")
+@INTERPRETED
 def test_the_interpreter_as_it_is_gives_the_same_bits(tmp_path):
     path = tmp_path / "results.pt"
     script = f"{SCRIPT}\ntorch.save(results, {str(path)!r})"

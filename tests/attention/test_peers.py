@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from attention import AttentionShape, Score, UnsupportedAttention, documents
+from attention import AttentionConfig, AttentionShape, Score, UnsupportedAttention, documents
 from attention.adapters.peers import VarlenAttention
 from attention.check.cases import Case
-from attention.check.results import verdicts
 from attention.check.subject import Subject, find, ours
 from tests import flash_attn_stand_in
 from tests.attention.reference import build
+from tests.attention.subjects import assert_judged_right, subject_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASES = {
@@ -41,12 +41,11 @@ def judge_all(subject: Subject, count: int) -> None:
     tried = [case for case in CASES.values() if subject.supports(case)]
     assert len(tried) == count
     for case in tried:
-        for found in verdicts(subject, case, CPU):
-            assert found.passes, (case, found)
+        assert_judged_right(subject, case)
 
 
 def test_torchs_varlen_attn_computes_what_was_asked_for(installed: None):
-    subject = ours("varlen", "", "varlen", build("varlen"), frozenset())
+    subject = subject_of(AttentionConfig("varlen"))
     assert "lse" in subject.features
     judge_all(subject, 7)
 

@@ -9,11 +9,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import attention.tiled
-from attention import Ablation, AttentionConfig, Score, UnsupportedAttention, build_attention
+from attention import Ablation, Score, UnsupportedAttention
 from attention.dropout import drop_threshold
 from attention.spec import Inputs, Spec
 from tests.attention.contract import SCORE_CASES
-from tests.attention.reference import KEY, Case, build, flops_of_tiles, formula, gradients
+from tests.attention.reference import KEY, Case, build, flops_of_tiles, formula, gradients, results_of
 from tests.equal import assert_equal
 
 
@@ -42,15 +42,8 @@ class LargestTensor(TorchDispatchMode):
     ids=["more_keys", "more_queries", "everything"],
 )
 def test_result_is_independent_of_tile_size_with_dropout_on(case, blocks):
-    def results(config: AttentionConfig) -> dict[str, torch.Tensor]:
-        def run(q, k, v, sinks=None):
-            return attend(q, k, v, score=case.score, layout=case.layout(), sinks=sinks, dropout_key=KEY)
-
-        attend = build_attention(config)
-        return gradients(run, *case.tensors(torch.float64), sinks=case.sink_logits())
-
-    tiles = AttentionConfig("tiled", dropout=0.2, block_q=blocks[0], block_k=blocks[1])
-    assert_close(results(tiles), results(AttentionConfig("naive", dropout=0.2)), rtol=0, atol=1e-13)
+    tensors, attentions = case.tensors(torch.float64), (tiled(*blocks, dropout=0.2), build("naive", dropout=0.2))
+    assert_close(*(results_of(attend, case, tensors) for attend in attentions), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(

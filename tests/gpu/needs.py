@@ -9,3 +9,5 @@ A_HOPPER_GPU = pytest.mark.skipif(
 )
 # Head sizes of the Hopper kernels: with two backward kernels, one, and tiles of 64 keys.
 EACH_SIZE = pytest.mark.parametrize("D", [64, 128, 256])
+# Those that most models have.
+COMMON_SIZES = pytest.mark.parametrize("D", [64, 128])

@@ -12,7 +12,9 @@ from tests.attention.reference import build
 from tests.attention.test_decode import SCORES as SMALL
 from tests.attention.test_decode import assert_exact, contiguous, extras, paged, part, queries
 from tests.gpu.graphs import captured
+from tests.gpu.needs import COMMON_SIZES
 
+OURS = pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
 LENGTHS = [1500, 0, 1, 64, 65, 1024, 777]
 SCORES = {
     name: replace(score, window=score.window and 300, soft_cap=score.soft_cap and 3.0) for name, score in SMALL.items()
@@ -63,7 +65,7 @@ def assert_accurate(H: int, H_kv: int, D: int, dtype: torch.dtype, score: Score)
         assert_exact(q, cache, score, flash().decode(q, cache, **extras(score, q)).out)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@COMMON_SIZES
 def test_neither_pages_nor_the_batch_nor_the_capacity_change_a_bit(D):
     q, cache = tensors(8, 2, 1, D, torch.bfloat16)
     options = extras(SCORES["everything"], q)
@@ -86,7 +88,7 @@ def test_neither_pages_nor_the_batch_nor_the_capacity_change_a_bit(D):
     assert torch.equal(out[fits], flash().decode(q[fits], part(smaller, fits)).out)
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
+@OURS
 @pytest.mark.parametrize("size", [None, 16])
 def test_a_replayed_graph_follows_lengths_and_pages_and_waits_for_nothing(name, size):
     """One graph writes a token and attends from it; it is replayed on the contents of two caches of the same shapes."""
@@ -119,7 +121,7 @@ def test_a_replayed_graph_follows_lengths_and_pages_and_waits_for_nothing(name, 
         assert torch.equal(cache.v, other.v)
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
+@OURS
 def test_a_compiled_function_is_one_graph(name):
     attend = build(name)
     q, cache = tensors(8, 2, 1, 64, torch.bfloat16)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, KernelPath, Score, build_attention, documents, gpu
-from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
+from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients, results_of
 from tests.equal import assert_equal
 from tests.gpu.graphs import captured
-from tests.gpu.needs import A_HOPPER_GPU, EACH_SIZE, TWO_GPUS
+from tests.gpu.needs import A_HOPPER_GPU, COMMON_SIZES, EACH_SIZE, TWO_GPUS
 
 HEAD_SIZES = (16, 32, 40, 59, 64, 80, 111, 128, 192, 256)
 LENGTHS = ((113, 203), (128, 217), (108, 256), (1023, 1024), (1, 239), (799, 3))
@@ -188,15 +188,10 @@ CHANGED: Any = SCORES["everything"] | {"documents": (1500, 500), "window": 700}
     ids=lambda case: f"{case.T}-{case.D}",
 )
 def test_hundreds_of_repeats_are_bitwise_equal(case):
-    tensors, sinks, layout = case.tensors(torch.bfloat16, "cuda"), case.sink_logits("cuda"), case.layout("cuda")
-    attend = partial(flash(case.dropout), score=case.score, layout=layout, dropout_key=KEY)
-
-    def run() -> dict[str, Tensor]:
-        return gradients(lambda q, k, v, sinks=None: attend(q, k, v, sinks=sinks), *tensors, sinks=sinks)
-
-    first = run()
+    tensors, attend = case.tensors(torch.bfloat16, "cuda"), flash(case.dropout)
+    first = results_of(attend, case, tensors)
     for _ in range(300):
-        assert_equal(run(), first)
+        assert_equal(results_of(attend, case, tensors), first)
 
 
 @EACH_PATH
@@ -229,7 +224,7 @@ def memory_of(attend: Any, D: int) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@COMMON_SIZES
 def test_memory_at_16k_tokens(D):
     """Output and gradients take 256 MiB; only two log-sum-exps and delta may be added."""
     assert memory_of(partial(flash(0.17), dropout_key=KEY), D) <= 270 * 2**20

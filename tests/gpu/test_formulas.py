@@ -16,7 +16,7 @@ from tests.equal import assert_equal
 from tests.gpu.graphs import captured
 from tests.gpu.needs import A_HOPPER_GPU
 from tests.gpu.test_flash import EACH_PATH, flash
-from tests.gpu.test_hopper import take_kernels_of
+from tests.gpu.test_hopper import EACH_FORWARD_KERNEL, take_kernels_of
 
 IN_PARTS = "s * log(n + 1) + c[h, i] - c[h, j] + max(d[h, i] - d[h, j], -1e9)"
 # One for each way in which values are stored and their gradients are summed.
@@ -30,10 +30,11 @@ CHOSEN = [
     "s + grid[max(i // 7 - j // 7, -40) + 40, h]",
     "s * sqrt(i + 1) - log(i - j + 1) * d[h]",
 ]
+EACH_CHOSEN = pytest.mark.parametrize("number", range(len(CHOSEN)))
 
 
 @EACH_PATH
-@pytest.mark.parametrize("number", range(len(CHOSEN)))
+@EACH_CHOSEN
 def test_a_formula_is_as_accurate_as_its_dtype_with_all_gradients(number, path):
     """Two layouts a formula; a quarter of them drop weights."""
     text, rng = CHOSEN[number], random.Random(number)
@@ -54,7 +55,7 @@ def test_tiles_far_from_the_diagonal_are_as_accurate(text, kind, head_dim, path)
 
 
 @A_HOPPER_GPU
-@pytest.mark.parametrize("number", range(len(CHOSEN)))
+@EACH_CHOSEN
 def test_the_forward_of_wide_heads_is_as_accurate(number):
     """The Hopper kernels have no gradients of formulas there; `auto` takes those of the plain ones."""
     rng, D = random.Random(number), (136, 192, 256)[number % 3]
@@ -69,7 +70,7 @@ def test_the_forward_of_wide_heads_is_as_accurate(number):
     ("kind", "dtype"),
     [("square", torch.bfloat16), ("documents", torch.float16), ("window", torch.bfloat16), ("full", torch.float16)],
 )
-@pytest.mark.parametrize(("D", "length"), [(64, 512), (64, 1024), (64, 4096), (64, 32768), (128, 1024)])
+@EACH_FORWARD_KERNEL
 def test_values_that_grow_from_tile_to_tile(D, length, kind, dtype, monkeypatch):
     """The walk over keys begins at the last. With the maximum so far, weights of the next tile overflow."""
     problem = draw(random.Random(D + length), "s + c[h, i] - c[h, j]", kind, head_dim=D, length=500)

@@ -33,6 +33,10 @@ HEADS = ((4, 4), (4, 2), (3, 1))
 LONG = [Case(2, 4, 2, 1100, 1187, 111), Case(1, 3, 1, 1500, 1029, 128), Case(2, 2, 2, 65, 1024, 80)]
 LONG_WIDE = Case(2, 4, 2, 1100, 1187, 256)
 DROPOUT = pytest.mark.parametrize("dropout", [0.0, 0.17])
+# Of head sizes and lengths, one for each forward kernel.
+EACH_FORWARD_KERNEL = pytest.mark.parametrize(
+    ("D", "length"), [(64, 512), (64, 1024), (64, 4096), (64, 32768), (128, 1024)]
+)
 
 
 def flash(dropout: float = 0.0, path: KernelPath = KernelPath.hopper):
@@ -117,7 +121,7 @@ def test_scores_may_be_far_from_zero(D, offset):
     [{}, {"causal": False}, {"sinks": True, "alibi": True}, {"window": 600}, {"documents": (471, 300, 30)}],
     ids=str,
 )
-@pytest.mark.parametrize(("D", "length"), [(64, 512), (64, 1024), (64, 4096), (64, 32768), (128, 1024)])
+@EACH_FORWARD_KERNEL
 def test_maxima_that_grow_from_tile_to_tile(D, length, score, dtype, dropout, monkeypatch):
     """The walk over keys begins at the last. Each tile's scores are far above those before, some so far that their
     weights overflow with the maximum so far; and the first queries of a tile see no key of the last tile."""
@@ -250,7 +254,7 @@ def test_views_give_what_copies_give(D):
 
     for moved in (None, 0, 1, 2, 3):
         views = (shifted(x) if n == moved else x for n, x in enumerate((q, k, v, do)))
-        assert_equal(run(flash(), *views), copies)
+        assert_equal(run(flash(), *views), copies, msg=f"with {moved} moved")
 
 
 @EACH_SIZE

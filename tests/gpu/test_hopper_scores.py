@@ -21,7 +21,7 @@ from tests.attention.reference import (
 )
 from tests.equal import assert_equal
 from tests.gpu.graphs import captured
-from tests.gpu.needs import A_HOPPER_GPU, EACH_SIZE
+from tests.gpu.needs import A_HOPPER_GPU, COMMON_SIZES, EACH_SIZE
 from tests.gpu.test_flash import SCORES, alternating
 from tests.gpu.test_hopper import DROPOUT, assert_repeats, flash, run
 
@@ -189,7 +189,7 @@ HOPPER, PLAIN = (AttentionConfig("flash", path=path) for path in (KernelPath.hop
 run_far = partial(gradients_with_slopes, slopes=SLOPES)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@COMMON_SIZES
 @pytest.mark.parametrize("case", FAR_CASES.values(), ids=FAR_CASES)
 def test_keys_beyond_alibis_horizon_add_nothing(case, D, horizons):
     case = replace(case, D=D)
@@ -207,7 +207,7 @@ def test_keys_beyond_alibis_horizon_add_nothing(case, D, horizons):
         assert hopper <= 2 * other + (0.01 * exact[name].abs().max() if name == "dsinks" else 1e-6), name
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@COMMON_SIZES
 @pytest.mark.parametrize("path", [KernelPath.hopper, KernelPath.plain])
 def test_tiles_beyond_alibis_horizon_are_never_read(path, D, horizons):
     case, config = replace(FAR, D=D, T=2560, S=2560), AttentionConfig("flash", path=path)
@@ -215,7 +215,7 @@ def test_tiles_beyond_alibis_horizon_are_never_read(path, D, horizons):
     assert_far_tiles_are_never_read(partial(run_far, case, config), tensors, 128, far)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@COMMON_SIZES
 @pytest.mark.parametrize("loud", ["key", "query"])
 def test_alibis_horizon_reaches_a_key_whose_score_outweighs_its_bias(loud, D, horizons):
     """One of a row's scores is 10,000, at a distance at which all others of its head have no weight."""
@@ -229,7 +229,7 @@ def test_alibis_horizon_reaches_a_key_whose_score_outweighs_its_bias(loud, D, ho
 
 
 @DROPOUT
-@pytest.mark.parametrize("D", [64, 128])
+@COMMON_SIZES
 def test_five_hundred_repeats_with_horizons_are_bitwise_equal(D, dropout, horizons):
     case = replace(FAR, B=2, H_kv=3, D=D, dropout=dropout)
     tensors = case.tensors(torch.bfloat16, "cuda")

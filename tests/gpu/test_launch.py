@@ -11,7 +11,7 @@ from torch import Tensor
 from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention
 from attention.flash import launch
 from tests.equal import assert_equal
-from tests.gpu.needs import TWO_GPUS
+from tests.gpu.needs import COMMON_SIZES, TWO_GPUS
 
 CALLS: dict[str, tuple[float, dict[str, Any]]] = {
     "causal": (0.0, {}),
@@ -35,7 +35,7 @@ def results(name: str, D: int, seed: int = 0) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, inputs, do)]
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@COMMON_SIZES
 @pytest.mark.parametrize("name", CALLS)
 def test_the_third_call_is_replayed_and_computes_the_same_bits(
     name: str, D: int, monkeypatch: pytest.MonkeyPatch

@@ -8,8 +8,8 @@ import torch
 
 from attention import Attention, AttentionConfig, AttentionShape, UnsupportedAttention, build_attention
 from attention.check.cases import Case
-from attention.check.results import verdicts
 from attention.check.subject import ours
+from tests.attention.subjects import assert_judged_right
 from tests.attention.test_peers import CASES, CUDA
 
 
@@ -29,8 +29,7 @@ def test_varlen_computes_the_formula_and_its_gradients(case: Case):
     subject = ours("varlen", "", "varlen", varlen(), frozenset())
     if not subject.supports(case):
         pytest.skip(f"varlen lacks {case.features() - subject.features}")
-    for found in verdicts(subject, case, CUDA):
-        assert found.passes, found
+    assert_judged_right(subject, case, "cuda")
 
 
 def test_a_shape_that_the_kernels_do_not_support_is_refused_before_training():

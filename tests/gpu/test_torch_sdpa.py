@@ -11,10 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention import AttentionConfig, UnsupportedAttention, build_attention
 from attention.adapters import torch_sdpa
 from attention.check.cases import Case
-from attention.check.results import verdicts
 from attention.check.subject import find
-
-CUDA = torch.device("cuda")
+from tests.attention.subjects import assert_judged_right
 
 
 @pytest.fixture
@@ -56,8 +54,7 @@ def test_sdpa_and_varlen_attn_compute_the_formula_and_its_gradients(dtype: str, 
         ("varlen", Case(T=300, S=300, D=64, H=4, H_kv=4, documents=(3, 200, 97), dtype=dtype)),
         ("varlen", Case(T=300, S=300, D=64, B=2, window=70, dtype=dtype)),
     ):
-        for found in verdicts(find(name), case, CUDA):
-            assert found.passes, (name, case, found)
+        assert_judged_right(find(name), case, "cuda")
 
 
 def test_a_compiled_layer_of_torch_runs_them_with_the_same_result(active: None):

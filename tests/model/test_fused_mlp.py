@@ -13,10 +13,8 @@ from model.fused_mlp import fused_mlp, gelu_gradient, linear_gelu
 from model.mlps import MLP
 from model.options import GPTConfig
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")),
-]
+NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_A_GPU)])
 
 
 def plain(x, w1, b1, w2, b2):
@@ -38,7 +36,7 @@ def test_its_gradients_are_those_of_finite_differences(bias):
     assert torch.autograd.gradcheck(fused_mlp, given)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@EACH_DEVICE
 @pytest.mark.parametrize("bias", [False, True])
 def test_in_bf16_it_is_as_near_fp64_as_the_layers_one_after_another(bias, device):
     exact = inputs(bias, torch.float64, device)
@@ -56,14 +54,14 @@ def test_in_bf16_it_is_as_near_fp64_as_the_layers_one_after_another(bias, device
         assert error <= 1.5 * allowed
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@EACH_DEVICE
 def test_its_operators_keep_the_rules_of_torch(device):
     x, w1, b1, w2, _ = inputs(True, torch.bfloat16, device)
     torch.library.opcheck(linear_gelu, (x.flatten(0, 1), w1, b1))
     torch.library.opcheck(gelu_gradient, (x.flatten(0, 1), w2, torch.ones(10, 64, device=device).bfloat16()))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@EACH_DEVICE
 def test_compiled_under_autocast_it_is_one_graph_with_gradients_of_the_weights_dtype(device):
     given = [x.requires_grad_() for x in inputs(True, torch.float32, device)]
     with torch.autocast(device, torch.bfloat16):
@@ -91,7 +89,7 @@ def test_compiled_and_recomputed_it_stores_nothing_of_its_width(recompute, monke
     assert any(tensor.numel() == 2 * 12 * 64 for tensor in stored) is not recompute
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@EACH_DEVICE
 @pytest.mark.parametrize("shape", [(16,), (0, 16), (2, 0, 16), (1, 16)])
 def test_a_single_row_and_none_keep_their_shape(shape, device):
     weights = inputs(True, torch.bfloat16, device)[1:]
@@ -103,7 +101,7 @@ def test_a_single_row_and_none_keep_their_shape(shape, device):
     assert x.grad.shape == x.shape
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@EACH_DEVICE
 @pytest.mark.parametrize("learned", [[0], [1], [2], [3], [4], [3, 4], [0, 1, 2]])
 def test_only_what_is_learned_has_a_gradient(learned, device):
     given, whole = (inputs(True, torch.bfloat16, device) for _ in range(2))

@@ -16,6 +16,7 @@ from recipe.training.optimizer import OPTIMIZERS, OptimizerConfig
 from tests.parts import SMALL, built, window
 
 TOKENS, _ = window()
+EACH_IMPLEMENTATION = pytest.mark.parametrize("name", ["naive", "tiled"])
 WINDOW_AND_FULL = ScoreConfig("gemma2", window=3, soft_cap=20.0, layers=[{}, {"window": None}])
 
 
@@ -50,7 +51,7 @@ def test_all_that_is_wrong_with_a_score_is_reported_once():
     assert [s[: len(t)] for s, t in zip(sentences, starts, strict=True)] == starts
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled"])
+@EACH_IMPLEMENTATION
 def test_keys_that_the_first_layer_does_not_see_arrive_through_the_second(name):
     """Two windows of three reach four tokens back; with a full second layer, to the start."""
     changed = TOKENS.clone()
@@ -81,7 +82,7 @@ def test_queries_are_normalised_in_the_precision_of_the_weights(dtype, half):
     assert_close(seen[0], expected, rtol=2**-8 if half else 1e-14, atol=0)
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled"])
+@EACH_IMPLEMENTATION
 def test_sinks_are_learned_and_do_not_decay(name):
     model = built(name=name, score=ScoreConfig(sinks=True))
     model(TOKENS, TOKENS).backward()
@@ -96,7 +97,7 @@ MIXED = replace(SMALL, positions=Positions.none, n_layers=5, layers=["gdn", "kda
 
 
 @pytest.mark.parametrize("config", [*(replace(SMALL, positions=positions) for positions in Positions), MIXED])
-@pytest.mark.parametrize("name", ["naive", "tiled"])
+@EACH_IMPLEMENTATION
 def test_documents_of_a_row_are_what_they_are_alone(name, config):
     """With positions that restart, each document of a packed row has the logits that it has alone."""
     model = built(config, name=name, documents=True, restart_positions=True).eval()
