@@ -113,7 +113,7 @@ def mask_function(score: Score, layout: Layout, T: int, S: int) -> Mask | None:
         if score.window is not None:
             seen = seen & (key > query - score.window)
         if starts is not None:  # a document's start identifies it; before the row there is none
-            seen = seen & (query >= 0) & (starts[b, query] == starts[b, key])
+            seen = seen & (query >= 0) & (starts[b, query.clamp(min=0)] == starts[b, key])
         return seen
 
     return mask

@@ -29,7 +29,7 @@ from tests.attention.reference import Case, build, published_slopes
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
-    ("name", "T"), [("everything", 150), ("documents_full", 150), ("everything_more_queries", 120)]
+    ("name", "T"), [("everything", 150), ("documents_full", 150), ("everything_more_queries", 140)]
 )
 def test_flex_generates_the_same_masks_and_scores(name, T):
     case = replace(SCORE_CASES[name], T=T)
