@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from attention import AttentionConfig, build_attention
 from data.tokenizers import bytes_tokenizer, save_tokenizer
 from model.gpt import GPT
 from model.options import GPTConfig
@@ -14,14 +13,14 @@ from recipe.files import plain
 from recipe.run.config import Config
 from recipe.run.run_folder import write_recorded
 from recipe.training.checkpoint import save_checkpoint
+from tests.parts import built
 
 TOKENIZER = bytes_tokenizer()
 
 
 def fresh(model: GPTConfig, seq_len: int, seed: int = 5) -> GPT:
     """A model with weights of which none is small."""
-    torch.manual_seed(seed)
-    made = GPT(model, TOKENIZER.n_vocab, seq_len, build_attention(AttentionConfig()))
+    made = built(model, seq_len, TOKENIZER.n_vocab, seed=seed)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(4)

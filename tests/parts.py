@@ -85,10 +85,11 @@ def built(
     name: str = "naive",
     dropout: float = 0.0,
     spread: float = 0.0,
+    seed: int = 0,
     **options: Any,
 ) -> GPT:
     """A model with dropout in its attention; the spread makes every parameter random, norms and mixing weights too."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     attend = build_attention(AttentionConfig(name, dropout=dropout))
     model = GPT(config, vocab_size, seq_len, attend, **options)
     with torch.no_grad():

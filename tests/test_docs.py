@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from attention import IMPLEMENTATIONS, AttentionConfig, build_attention
-from model.gpt import GPT
+from attention import IMPLEMENTATIONS
 from model.options import GPTConfig
 from recipe.run.metrics import read_metrics
 from recipe.training import recall
+from tests.parts import built
 from tests.programs import ROOT, completed
 
 PAGE = (ROOT / "docs" / "add-an-attention.md").read_text()
@@ -73,7 +73,7 @@ def test_the_probe_of_the_page_measures_the_entropy_of_attention(monkeypatch):
     monkeypatch.setattr(recall, "OF_TEXT", dict(recall.OF_TEXT))
     run_code_of("change-the-model.md", **vars(recall))
     size, T = GPTConfig(n_layers=2, n_heads=4, n_kv_heads=2, n_embd=32), 24
-    model = GPT(size, 65, T, build_attention(AttentionConfig("tiled"))).eval()
+    model = built(size, T, 65, "tiled").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "c_attn" in name:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 import eval
 import sample
-from attention import AttentionConfig, build_attention
 from data.options import DataConfig, Documents
 from data.prepare import prepare
 from model.gpt import GPT
@@ -30,6 +29,7 @@ from tests import handmade
 from tests.handmade import TOKENIZER
 from tests.limits import data_gib
 from tests.lines import write_lines
+from tests.parts import built
 from tests.programs import summary
 
 T, END = 24, TOKENIZER.eot_token
@@ -124,8 +124,7 @@ def test_perplexities_count_each_byte_of_each_text_once(run, tmp_path):
 def test_the_loss_on_a_text_is_cross_entropy_over_windows_of_any_length(tmp_path, positions, seq_len):
     run, text = make_run(tmp_path / "run", positions), tmp_path / "book.txt"
     text.write_text("A line of text, é.\n" * 20)
-    torch.manual_seed(0)
-    longer = GPT(MODELS[positions], TOKENIZER.n_vocab, max(T, seq_len), build_attention(AttentionConfig()))
+    longer = built(MODELS[positions], max(T, seq_len), TOKENIZER.n_vocab)
     longer.load_state_dict(fresh(positions).state_dict())
     tokens = torch.tensor(list(text.read_bytes()))
     nats = 0.0

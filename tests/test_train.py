@@ -11,10 +11,9 @@ import torch
 
 import eval as eval_module
 import train as train_module
-from attention import IMPLEMENTATIONS, AttentionConfig, build_attention
+from attention import IMPLEMENTATIONS, AttentionConfig
 from attention.naive import NaiveAttention
 from data.options import DataConfig, Documents
-from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
 from recipe.compare.parity import judge
@@ -32,11 +31,13 @@ from recipe.run.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import CheckpointError
 from recipe.training.device import OutOfMemory, Precision
 from recipe.training.optimizer import ScheduleConfig
-from recipe.training.options import CPUConfig, TrainingConfig
+from recipe.training.options import TrainingConfig
 from recipe.training.parity_probe import ParityConfig
 from recipe.training.restoring import check_step_size
 from recipe.training.step import NonFiniteError, Trainer
+from tests.limits import data_gib
 from tests.own_attention import ScalableSoftmax
+from tests.parts import built
 from tests.programs import ROOT, completed, losses, summary
 from tests.wrong_attention import CLASSES, WRONG
 
@@ -59,11 +60,15 @@ def config(here):
     )
 
 
-def run(config: Config, name: str) -> Path:
+def run(config: Config, name: str = "run", **changes: Any) -> Path:
     folder = Path(name)
     folder.mkdir()
-    assert train_module.train(config, folder, ["seed=1"]) == 0
+    assert train_module.train(replace(config, **changes), folder, ["seed=1"]) == 0
     return folder
+
+
+def resume(config: Config) -> None:
+    assert train_module.train(replace(config, resume="run"), Path("run"), []) == 0
 
 
 class EvenAttention(NaiveAttention):
@@ -79,13 +84,12 @@ class EvenAttention(NaiveAttention):
 
 def test_attention_of_another_function_is_recorded_as_one_and_refused_by_the_probe(config, monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS, ScalableSoftmax.name, ScalableSoftmax)
-    other = AttentionConfig(ScalableSoftmax.name)
-    run(replace(config, attention=other), "run")
-    (found,) = find_runs([Path("run")]).runs
+    config.attention = AttentionConfig(ScalableSoftmax.name)
+    (found,) = find_runs([run(config)]).runs
     assert not found.claims_parity
     assert judge(cells_of([found])) == []
-    probed = replace(config, attention=other, parity=ParityConfig(every=2))
-    assert [line for line in mistakes(probed) if other.name in line] == [
+    config.parity.every = 2
+    assert [line for line in mistakes(config) if ScalableSoftmax.name in line] == [
         "parity.every=2 would compare attention=scalable_softmax with softmax attention, which it does not claim to be "
         "(docs/add-an-attention.md); leave it at 0: compare.py ranks it by loss, and gpt-attention check judges it."
     ]
@@ -93,7 +97,7 @@ def test_attention_of_another_function_is_recorded_as_one_and_refused_by_the_pro
 
 def test_a_complete_run_whose_model_generates_no_text_says_so(config, monkeypatch, capsys):
     monkeypatch.setitem(IMPLEMENTATIONS, "even", EvenAttention)
-    folder = run(replace(config, attention=AttentionConfig("even")), "even")
+    folder = run(config, attention=AttentionConfig("even"))
     assert summary(folder)["status"] == "completed"
     assert "complete, but has no sample (ValueError: only even lengths); training.sample_tokens=0 asks" in (
         capsys.readouterr().out
@@ -123,14 +127,14 @@ def test_compiling_is_announced_before_it_begins(config, monkeypatch, capsys):
         raise InterruptedError
 
     monkeypatch.setattr(torch, "compile", lambda model, options: compiling)
-    config.training = replace(config.training, compile=True)
+    config.training.compile = True
     with pytest.raises(InterruptedError):
-        run(config, "run")
+        run(config)
     assert "compiling: the first steps and the first evaluation wait for it" in capsys.readouterr().out
 
 
 def test_the_summary_describes_the_run(config):
-    folder = run(config, "run")
+    folder = run(config)
     stored, lines = summary(folder), read_metrics(folder / "metrics.jsonl")
     evaluated = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
     assert set(evaluated) == {0, 4, 8}
@@ -156,37 +160,32 @@ def test_the_summary_describes_the_run(config):
 
 
 def test_a_run_that_reaches_its_target_is_complete_and_says_what_that_took(config, capsys):
-    config.training = replace(config.training, target_loss=100.0)
-    stored = summary(folder := run(config, "run"))
+    config.training.target_loss = 100.0
+    stored = summary(folder := run(config))
     assert (stored["status"], stored["step"], stored["steps"]) == ("completed", 4, 8)
     seconds = 4 * stored["median"]["throughput/step_ms"] / 1e3
     assert stored["target"] == {"step": 4, "tokens": 4 * 4 * 32, "seconds": pytest.approx(seconds)}
     assert "reached training.target_loss=100.0 after step 4: 512 tokens" in capsys.readouterr().out
-    assert train_module.train(replace(config, resume="run"), folder, []) == 0
+    resume(config)
     assert "run is complete with 4 steps" in capsys.readouterr().out
-    onwards = replace(config, resume="run", training=replace(config.training, target_loss=None))
-    assert train_module.train(onwards, folder, []) == 0
+    config.training.target_loss = None
+    resume(config)
     assert summary(folder)["step"] == 8
 
 
 def test_nothing_carries_over_from_one_run_of_a_process_to_the_next(config):
     alone = run(config, "alone")
-    run(replace(config, seed=99, attention=AttentionConfig(name="tiled", dropout=0.2)), "between")
+    run(config, "between", seed=99, attention=AttentionConfig(name="tiled", dropout=0.2))
     torch.manual_seed(5)
     assert losses(run(config, "again")) == losses(alone)
 
 
-def used_gib() -> float:
-    """GiB of this process that count towards a memory limit."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmData:")[1].split()[0]) / 2**20
-
-
 def test_running_out_of_memory_is_in_the_summary(config):
     config.seq_len = 2048  # whose scores of 16 sequences take 0.5 GiB
-    config.training = replace(config.training, batch_size=16, cpu=CPUConfig(memory_gib=used_gib() + 0.3))
+    config.training.batch_size = 16
+    config.training.cpu.memory_gib = data_gib() + 0.3
     with pytest.raises(OutOfMemory, match=r"attention=naive with seq_len=2048 .* does not fit in the memory of cpu"):
-        run(config, "run")
+        run(config)
     stored = summary(Path("run"))
     assert (stored["status"], stored["step"]) == ("out_of_memory", 0)
     assert "attention=flash on a GPU, tiled or sdpa" in stored["message"]
@@ -195,9 +194,9 @@ def test_running_out_of_memory_is_in_the_summary(config):
 
 def test_a_model_that_does_not_fit_is_in_the_summary(config):
     config.model.n_embd = 4096
-    config.training = replace(config.training, cpu=CPUConfig(memory_gib=used_gib() + 0.1))
+    config.training.cpu.memory_gib = data_gib() + 0.1
     with pytest.raises(OutOfMemory, match=r"model\.n_embd=4096 does not fit in the memory of cpu"):
-        run(config, "run")
+        run(config)
     stored = summary(Path("run"))
     assert (stored["status"], stored["attention"], stored["step"], stored["steps"]) == ("out_of_memory", "naive", 0, 8)
     assert stored["config"]["model"]["n_embd"] == 4096
@@ -206,9 +205,9 @@ def test_a_model_that_does_not_fit_is_in_the_summary(config):
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(config):
     config.optimizer.lr = 1e30
     config.schedule.warmup_steps = 0
-    config.training = replace(config.training, log_every=100, checkpoint_every=1)
+    config.training.log_every, config.training.checkpoint_every = 100, 1
     with pytest.raises(NonFiniteError, match=r"Step 2 was not finite \(loss"):
-        run(config, "run")
+        run(config)
     stored = summary(Path("run"))
     assert (stored["status"], stored["step"], stored["non_finite_step"]) == ("failed", 1, 2)
     assert stored["message"].startswith("Step 2 was not finite")
@@ -216,9 +215,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoi
 
 
 def test_a_first_step_that_is_not_finite_is_not_blamed_on_the_learning_rate(config):
-    config.score = ScoreConfig(formula="s * log(a[h])", learned={"a": ["h"]})
+    score = ScoreConfig(formula="s * log(a[h])", learned={"a": ["h"]})
     with pytest.raises(NonFiniteError, match=r"Step 1 was not finite .*: score\.formula, the init of") as raised:
-        run(config, "run")
+        run(config, score=score)
     assert "optimizer.lr" not in str(raised.value)
 
 
@@ -228,8 +227,9 @@ def test_a_fault_of_the_program_is_in_the_summary_too(config, monkeypatch):
 
     monkeypatch.setattr(Trainer, "update", broken)
     with pytest.raises(ZeroDivisionError):
-        run(config, "run")
-    assert (summary(Path("run"))["status"], summary(Path("run"))["message"]) == ("failed", "ZeroDivisionError('oh')")
+        run(config)
+    stored = summary(Path("run"))
+    assert (stored["status"], stored["message"]) == ("failed", "ZeroDivisionError('oh')")
 
 
 @pytest.mark.slow
@@ -237,14 +237,13 @@ def test_documents_of_a_row_are_separated_in_training_evaluation_and_the_probe(c
     Path("texts").mkdir()
     for n in range(40):
         (Path("texts") / f"{n}.txt").write_text(Path(os.__file__).read_text()[100 * n : 100 * n + 20 + n])
-    data = replace(config.data, path="texts", val_fraction=0.3)
-    training = replace(config.training, steps=4)
-    score, parity = ScoreConfig(window=7, sinks=True), ParityConfig(every=4)
-    tiled = AttentionConfig("tiled", dropout=0.1, block_q=8, block_k=8)
-    config = replace(config, attention=tiled, parity=parity, score=score, training=training)
+    config.data.path, config.data.val_fraction, config.training.steps = "texts", 0.3, 4
+    config.score, config.parity = ScoreConfig(window=7, sinks=True), ParityConfig(every=4)
+    config.attention = AttentionConfig("tiled", dropout=0.1, block_q=8, block_k=8)
     at_the_start = set()
     for documents in Documents:
-        folder = run(replace(config, data=replace(data, documents=documents)), documents.name)
+        config.data.documents = documents
+        folder = run(config, documents.name)
         at_the_start.add(losses(folder)[0][2])
         parity = summary(folder)["parity"]
         assert parity["worst_grad_rel_err"] <= 10 * parity["noise_grad_rel_err"]
@@ -254,8 +253,8 @@ def test_documents_of_a_row_are_separated_in_training_evaluation_and_the_probe(c
 
 
 def test_a_window_as_long_as_the_sequences_gets_a_note_that_it_hides_nothing(config, capsys):
-    score = ScoreConfig(layers=[{"window": 31}, {"window": 32}])
-    run(replace(config, score=score, training=replace(config.training, steps=2, sample_tokens=0)), "run")
+    config.training.steps, config.training.sample_tokens = 2, 0
+    run(config, score=ScoreConfig(layers=[{"window": 31}, {"window": 32}]))
     told = capsys.readouterr().out
     assert "window=32 hides nothing at seq_len=32" in told
     assert "window=31 hides nothing" not in told
@@ -276,15 +275,11 @@ def assert_measured_again(folder: Path, *names: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(config):
-    task = replace(
-        config,
-        data=DataConfig(name="needle"),
-        model=replace(config.model, positions=Positions.rotary),
-        probes=["needle"],
-    )
+    config.model.positions, config.probes = Positions.rotary, ["needle"]
     with pytest.raises(UserError, match=r"probes=needle needs a vocabulary of 129 tokens, and that of data=counting"):
-        run(replace(task, data=DataConfig(name="counting")), "small")
-    folder = run(replace(task, training=replace(task.training, checkpoint_every=4)), "run")
+        run(config, "small", data=DataConfig(name="counting"))
+    config.data, config.training.checkpoint_every = DataConfig(name="needle"), 4
+    folder = run(config)
     assert not (folder / "tokenizer.json").exists()
     lines = read_metrics(folder / "metrics.jsonl")
     assert [line["step"] for line in lines if "probe/needle" in line] == [0, 4, 8]
@@ -293,11 +288,10 @@ def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(confi
     assert found["needle"]["lengths"] == [32, 64, 128, 256]
     assert [len(row) for row in found["needle"]["accuracy"]] == [9] * 4
     assert_measured_again(folder, "needle")
-    for path in (folder / "checkpoints").glob("step-00000008*"):
-        shutil.rmtree(path)
+    shutil.rmtree(folder / "checkpoints" / "step-00000008")
     (folder / "summary.json").unlink()
     before = losses(folder)
-    assert train_module.train(replace(task, resume="run"), folder, []) == 0
+    resume(config)
     assert losses(folder) == before
     with pytest.raises(UserError, match="run=run was trained on data=needle, a task without text"):
         load_trained(folder, ModelChoice())
@@ -305,14 +299,14 @@ def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(confi
 
 @pytest.mark.slow
 def test_the_loss_by_position_of_a_text_is_measured_beyond_the_trained_length(config):
-    text = replace(config, model=replace(config.model, positions=Positions.none), probes=["position_loss", "induction"])
-    found = summary(run(text, "run"))["probes"]
+    config.model.positions, config.probes = Positions.none, ["position_loss", "induction"]
+    found = summary(run(config))["probes"]
     assert found["position_loss"]["trained"] == 32
     assert found["position_loss"]["positions"][0] == 0
     assert found["position_loss"]["positions"][-1] > 4 * 32
     assert_measured_again(Path("run"), "position_loss", "induction")
     with pytest.raises(ConfigError, match="probes=position_loss measures a text, and data=mqar is none"):
-        run(replace(text, data=DataConfig(name="mqar")), "task")
+        run(config, "task", data=DataConfig(name="mqar"))
 
 
 @pytest.mark.slow
@@ -322,10 +316,10 @@ def test_the_verdict_on_runs_catches_a_wrong_attention_and_accuses_no_right_one(
         monkeypatch.setitem(IMPLEMENTATIONS, cls.name, cls)
     tiled = AttentionConfig("tiled", block_q=16, block_k=16, dropout=wrong.dropout)
     training = replace(config.training, steps=20, log_every=1, eval_every=10, sample_tokens=0, checkpoint_every=0)
-    config = replace(config, training=training, parity=ParityConfig(every=10))
+    config.training, config.parity = training, ParityConfig(every=10)
     for attention in (AttentionConfig(dropout=wrong.dropout), tiled, wrong):
         for seed in (1, 2):
-            run(replace(config, attention=attention, seed=seed), f"{attention.name}-{seed}")
+            run(config, f"{attention.name}-{seed}", attention=attention, seed=seed)
     verdicts = {found.label.split()[0]: found for found in judge(cells_of(find_runs([Path()]).runs))}
     assert verdicts["tiled"].outcome is Outcome.holds, verdicts["tiled"]
     assert verdicts["tiled"].gaps == ()
@@ -336,14 +330,14 @@ def test_the_verdict_on_runs_catches_a_wrong_attention_and_accuses_no_right_one(
 
 
 def test_documents_need_a_text_that_has_several(config):
-    config = replace(config, data=replace(config.data, documents=Documents.mask))
+    config.data.documents = Documents.mask
     with pytest.raises(UserError, match=r"data.documents=mask has no effect on data=text, .* is one document"):
-        run(config, "one")
+        run(config)
 
 
 def test_a_step_that_changed_with_the_ranks_alone_is_refused():
     training = TrainingConfig(batch_size=4, precision=Precision.fp32)
-    gpt = GPT(GPTConfig(n_layers=1, n_heads=1, n_embd=8), 256, 32, build_attention(AttentionConfig()))
+    gpt = built(GPTConfig(n_layers=1, n_heads=1, n_embd=8), 32, 256)
     trainer = build_trainer(Config(training=training), gpt, torch.device("cpu"), World(size=4))
     trained = {"tokens_per_step": 256, "config": {"training": {"batch_size": 4}}}
     offered = r"set training\.batch_tokens=256 with .* to keep it, or training\.batch_tokens=512 to continue"

@@ -23,22 +23,18 @@ from tests.toy_llama import TEMPLATES, conversation, conversations, tokenizer
 LINES = conversations(40)
 
 
-def prepared(folder: Path, lines: list[Any], template: str | None = "llama3", **options: Any) -> PreparedData:
-    tokenizer(template).save_pretrained(folder / "model")
-    path = write_lines(folder / "chats.jsonl", lines)
-    files: dict[str, Any] = {"tokenizer": str(folder / "model" / "tokenizer.json"), "cache": str(folder / "cache")}
-    return prepare(DataConfig(name="chat", path=str(path), documents=Documents.restart, **files, **options))
+def prepared(folder: Path, lines: list[Any], theirs: Any = None, **options: Any) -> PreparedData:
+    (theirs or tokenizer()).save_pretrained(folder / "model")
+    path, model = write_lines(folder / "chats.jsonl", lines), str(folder / "model" / "tokenizer.json")
+    files: dict[str, Any] = {"path": str(path), "tokenizer": model, "cache": str(folder / "cache")}
+    return prepare(DataConfig("chat", **files, documents=Documents.restart, **options))
 
 
 def by_template(folder: Path, lines: list[Any], source: str) -> tuple[PreparedData, Any]:
     """The prepared conversations, and transformers' tokenizer, by the template of a file."""
     theirs: Any = tokenizer()
-    theirs.save_pretrained(folder / "model")
-    (folder / "model" / "chat_template.jinja").write_text(source)
     theirs.chat_template = source
-    path, model = write_lines(folder / "chats.jsonl", lines), str(folder / "model" / "tokenizer.json")
-    data = prepare(DataConfig("chat", str(path), model, cache=str(folder), documents=Documents.restart))
-    return data, theirs
+    return prepared(folder, lines, theirs), theirs
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +60,9 @@ def packed(data: PreparedData, seq_len: int = 128) -> PackedRows:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_tokens_and_answers_are_those_of_transformers(template, tmp_path):
-    data = prepared(tmp_path, LINES, template)
-    theirs, found = tokenizer(template), [*documents_of(data.train), *documents_of(data.val)]
+    theirs = tokenizer(template)
+    data = prepared(tmp_path, LINES, theirs)
+    found = [*documents_of(data.train), *documents_of(data.val)]
     assert len(data.val.documents) == 4
     assert found == [by_transformers(theirs, line["messages"]) for line in LINES]
 
@@ -129,7 +126,7 @@ def test_rows_are_nearly_full():
 )  # fmt: skip
 def test_a_line_that_is_no_conversation_is_named(line, sentence, tmp_path):
     with pytest.raises(DataError) as refusal:
-        prepared(tmp_path, [conversation("a", "b"), line, *LINES], "llama2")
+        prepared(tmp_path, [conversation("a", "b"), line, *LINES], tokenizer("llama2"))
     assert str(refusal.value).startswith(sentence.format(path=tmp_path / "chats.jsonl"))
 
 
@@ -141,7 +138,7 @@ def test_a_conversation_that_is_longer_than_a_row_is_named(tmp_path):
 
 def test_a_tokenizer_without_a_template_and_options_without_effect_are_refused(tmp_path):
     with pytest.raises(DataError, match="has no chat template"):
-        prepared(tmp_path, LINES, None)
+        prepared(tmp_path, LINES, tokenizer(None))
     with pytest.raises(DataError, match="data=chat puts several conversations into a sequence"):
         prepare(DataConfig(name="chat", path="x.jsonl", tokenizer=str(tmp_path / "model" / "tokenizer.json")))
     with pytest.raises(DataError, match="data=chat needs a tokenizer with a chat template"):

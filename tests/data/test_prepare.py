@@ -26,8 +26,6 @@ from data.store import PreparedData
 from data.tokenizers import load_tokenizer
 from tests.lines import write_lines
 
-TIKTOKEN_CACHE = ROOT / "../shared/data/tiktoken_cache"
-
 
 @pytest.fixture
 def corpus(tmp_path):

@@ -6,8 +6,6 @@ import io
 import itertools
 import json
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,9 @@ from learn.flash import block_sizes
 from learn.page import CHOICES, FIRST, packed, record_choice, shown
 from learn.tracing import Recording
 from learn.why import OF_FUNCTIONS
+from tests.browser import needs_browser, opened
 from tests.programs import completed
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHOICE = FIRST | {"mask": "causal", "dropout": 0.25}
 
 
@@ -35,16 +33,6 @@ def page(tmp_path_factory):
     assert "5.4329" in printed.getvalue()
     assert str(out) in printed.getvalue()
     return out
-
-
-def dump(address: str, profile: Path, *more_flags: str) -> str:
-    """The page's document in Chromium after ten seconds of virtual time."""
-    assert CHROMIUM is not None
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
-    flags += [f"--user-data-dir={profile}", "--virtual-time-budget=10000"]
-    return subprocess.run(
-        [CHROMIUM, *flags, *more_flags, address], capture_output=True, text=True, timeout=120, check=True
-    ).stdout
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -165,8 +153,7 @@ def driven(page: Path, folder: Path, *scripts: str, flags: tuple[str, ...] = (),
     script = f"""<script>(async () => {{ {ready}\n{DISPLAYED}\nconst seen = {{}};\n{blocks}
       document.body.dataset.seen = JSON.stringify(seen); }})();</script>"""
     path.write_text(page.read_text().replace("</body>", f"{script}</body>"))
-    dom = dump(f"{path.as_uri()}#{fragment}", folder, *flags)
-    found = re.search(r'data-seen="(.*?)"', dom, re.DOTALL)
+    found = re.search(r'data-seen="(.*?)"', opened(f"{path.as_uri()}#{fragment}", folder, *flags).stdout, re.DOTALL)
     assert found is not None
     return json.loads(html.unescape(found[1]))
 
@@ -187,7 +174,7 @@ def walk(asked: list[dict[str, Any]], stride: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@needs_browser
 @pytest.mark.parametrize(("N", "d", "M", "stride", "first"), [(5, 3, 59, 8, 21), (8, 2, 36, 11, 10_000)])
 def test_a_browser_shows_the_step_that_was_asked_for_and_the_numbers_of_every_algorithm(
     page, tmp_path, N, d, M, stride, first
@@ -263,7 +250,7 @@ DRIVE = """const wait = (ms) => new Promise((done) => setTimeout(done, ms));
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@needs_browser
 def test_buttons_keys_slider_and_controls_step_through_the_recording_on_a_narrow_dark_screen(page, tmp_path):
     """At 844 pixels all but the program is seen at once, from the buttons on."""
     flags = ("--window-size=390,844", "--blink-settings=preferredColorScheme=0")

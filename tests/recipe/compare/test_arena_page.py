@@ -11,10 +11,11 @@ from compare import main
 from recipe.compare.arena_page import added_too_often, arena_headline, go_on, skewed, write_arena_report
 from recipe.compare.runs import find_runs
 from recipe.errors import UserError
+from tests.browser import needs_browser
 from tests.recipe.compare.reading import arena_of, edit, plan_of, rows_of
 from tests.recipe.compare.synthetic_arena import losses_of, write_arena
 from tests.recipe.compare.test_arena_results import DIVERGED
-from tests.recipe.compare.test_page import assert_readable, needs_browser, open_in_browser
+from tests.recipe.compare.test_page import assert_readable, open_in_browser
 
 EFFECTS = {"causal": 0.0, "alibi": -0.1, "window": 0.05, "sinks": 1e-5, "odd <b>&|*arm*": 0.011}
 

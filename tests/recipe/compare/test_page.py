@@ -4,8 +4,6 @@ import csv
 import html
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,11 @@ from recipe.compare.page import write_report
 from recipe.compare.runs import find_runs, read_run
 from recipe.compare.tables import runs_csv, signed
 from recipe.wording import percent, short_length, short_number, size, times
+from tests.browser import needs_browser, opened
 from tests.composing import as_it_is
 from tests.recipe.compare.reading import runs_in
 from tests.recipe.compare.synthetic import write_run, write_runs
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE, DESK = 390, 1280
 
 
@@ -152,13 +150,7 @@ def open_in_browser(page: str, folder: Path, *flags: str) -> tuple[list[dict[str
     )
     file = folder / "frames.html"
     file.write_text(FRAMES.format(frames=frames))
-    command = [
-        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--hide-scrollbars", "--disable-background-networking",
-        "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
-        f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=10000", *flags, "--dump-dom", file.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = opened(file.as_uri(), folder / "profile", "--hide-scrollbars", *flags)
     found = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found, done.stderr
     return json.loads(html.unescape(found[1])), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -168,9 +160,6 @@ def assert_readable(frame: dict[str, Any]) -> None:
     assert frame["scrollWidth"] <= frame["width"], "the page scrolls sideways"
     assert frame["smallest"] >= 8, "labels are too small to read"
     assert frame["outside"] == [], "labels are cut off"
-
-
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
 
 
 @needs_browser

@@ -7,26 +7,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, DropoutKey, build_attention
+from attention import DropoutKey
 from model.further import further
 from model.gpt import GPT, Computation
 from model.options import GPTConfig, Recompute
 from model.score import ScoreConfig
 from recipe.distributed.sharing import gathered, rounded, rounded_by_autocast, with_others, without_values
-from tests.parts import PARTS
+from tests.parts import PARTS, built
 
 T, VOCAB = 32, 61
 FORGETTING = ScoreConfig(formula="s + c[h, i] - c[h, j]", tensors={"c": "model.forget_gate"})
 
 
 def build(config: GPTConfig, score: ScoreConfig | None = None, computation: Computation | None = None) -> GPT:
-    torch.manual_seed(5)
-    attend = build_attention(AttentionConfig("naive", dropout=0.1))
-    model = GPT(replace(config, dropout=0.1), VOCAB, T, attend, computation, score=score)
-    with torch.no_grad():
-        for p in model.parameters():  # biases and scales too are values that rounding would change
-            p.add_(0.02 * torch.randn_like(p))
-    return model
+    """Biases and scales too are values that rounding would change."""
+    config = replace(config, dropout=0.1)
+    return built(config, T, VOCAB, dropout=0.1, spread=0.02, computation=computation, score=score)
 
 
 def loss(model: GPT, dtype: torch.dtype) -> Tensor:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, build_attention
 from attention.layout import Layout
 from model.attention import SelfAttention, Surroundings
 from model.blocks import Block
 from model.gpt import GPT
 from model.options import AttentionBias, GPTConfig, Norm, Positions, RopeScaling, Scaling
 from model.score import ScoreConfig
+from tests import parts
 
 transformers = pytest.importorskip("transformers")
 
@@ -62,7 +62,7 @@ def their_attentions() -> tuple[list[Any], list[Tensor], list[Tensor]]:
 
 
 def built(name: str, score: ScoreConfig) -> GPT:
-    return GPT(OURS, 64, T, build_attention(AttentionConfig(name)), score=score).double().eval()
+    return parts.built(OURS, T, 64, name, score=score).double().eval()
 
 
 def attention_of(model: GPT, layer: int) -> SelfAttention:

@@ -13,7 +13,8 @@ import pytest
 from recipe.run.arena import checked_plan, run_arena
 from recipe.run.compose import composed, to_config
 from recipe.run.jobs import Job, SweepError
-from recipe.run.plan import PlanError, read_plan
+from recipe.run.plan import PlanError
+from tests.recipe.compare.reading import plan_of
 
 ARGUMENTS = ["experiment=arena", 'arena.arms="causal: score=causal | alibi: score=alibi"']
 BEST = {"causal": 0.003, "alibi": 0.006}
@@ -66,9 +67,7 @@ def test_learning_rates_come_first_and_each_arm_then_uses_its_best(start, tmp_pa
     assert [(job["arena.arm"], job["seed"], float(job["optimizer.lr"]), job["score"]) for job in runs] == [
         (f"'{arm}'", seed, BEST[arm], arm) for seed in ("1", "2") for arm in BEST
     ]
-    plan = read_plan(tmp_path)
-    assert plan is not None
-    assert plan.chosen == BEST
+    assert plan_of(tmp_path).chosen == BEST
 
 
 def test_the_plan_is_written_before_the_first_run(start, tmp_path, monkeypatch):
@@ -78,8 +77,7 @@ def test_the_plan_is_written_before_the_first_run(start, tmp_path, monkeypatch):
     monkeypatch.setattr(Jobs, "run", fails)
     with pytest.raises(SystemExit):
         start()
-    plan = read_plan(tmp_path)
-    assert plan is not None
+    plan = plan_of(tmp_path)
     assert (list(plan.arms), plan.chosen, plan.looks[0].seeds) == (["causal", "alibi"], {}, 6)
     assert plan.common == ["experiment=arena"]
 
@@ -90,9 +88,7 @@ def test_seeds_are_added_to_what_is_done(start, tmp_path):
     ((first, _, runs),) = start("arena.seeds=4").launched
     assert first == 6, "learning rates are not tried again"
     assert [job["seed"] for job in runs] == ["1", "1", "2", "2", "3", "3", "4", "4"], "whole pairs come first"
-    plan = read_plan(tmp_path)
-    assert plan is not None
-    assert [look.seeds for look in plan.looks] == [2, 4]
+    assert [look.seeds for look in plan_of(tmp_path).looks] == [2, 4]
     for changed, sentence in (
         ("arena.seeds=2", r"arena\.seeds=2 is fewer than the 4"),
         ("arena.rules.margin=0.01", r"its margin is 0\.005 instead of 0\.01"),
@@ -105,9 +101,7 @@ def test_seeds_are_added_to_what_is_done(start, tmp_path):
 
 def test_a_learning_rate_that_diverges_is_not_chosen(start, tmp_path):
     start("arena.seeds=2", ends={1: {"status": "failed", "non_finite_step": 7, "val_loss": None}})
-    plan = read_plan(tmp_path)
-    assert plan is not None
-    assert plan.chosen["causal"] != BEST["causal"]
+    assert plan_of(tmp_path).chosen["causal"] != BEST["causal"]
 
 
 def test_no_learning_rate_is_chosen_where_a_run_has_no_result(start):

@@ -204,14 +204,19 @@ MISTAKES = {
 }
 
 
+def assert_refused(arguments: list[str], sentence: str, here: Path) -> None:
+    """In one sentence, before anything is done."""
+    with pytest.raises(UserError, match=sentence) as raised:
+        prepare(arguments)
+    assert "\n" not in str(raised.value)
+    assert not list(here.iterdir())
+
+
 @pytest.mark.parametrize(("arguments", "sentence"), MISTAKES.items(), ids=list(MISTAKES))
 def test_a_mistake_is_refused_before_anything_is_done(arguments, sentence, here):
     if arguments == "device=cuda" and torch.cuda.is_available():
         pytest.skip("there is a CUDA GPU here")
-    with pytest.raises(UserError, match=sentence) as raised:
-        prepare(arguments.split())
-    assert "\n" not in str(raised.value)
-    assert not list(here.iterdir())
+    assert_refused(arguments.split(), sentence, here)
 
 
 OF_RANKS = {
@@ -230,10 +235,7 @@ OF_RANKS = {
 @pytest.mark.parametrize(("ranks", "arguments"), OF_RANKS, ids=str)
 def test_what_these_ranks_cannot_do_is_refused(ranks, arguments, here, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    with pytest.raises(UserError, match=OF_RANKS[ranks, arguments]) as raised:
-        prepare([*arguments.split(), "device=cpu"])
-    assert "\n" not in str(raised.value)
-    assert not list(here.iterdir())
+    assert_refused([*arguments.split(), "device=cpu"], OF_RANKS[ranks, arguments], here)
 
 
 SHARED = "parallel.context=2 training.batch_size=2 training.batch_tokens=512"

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from attention import AttentionConfig, build_attention
-from model.gpt import GPT
 from model.options import GPTConfig
 from recipe.run.profiler import (
     CATEGORIES,
     Profiler,
     summarise,
 )
+from tests.parts import built
 from tests.programs import started
 
 CPU = torch.device("cpu")
@@ -104,14 +103,11 @@ def test_kernels_of_a_replayed_graph_are_known_by_their_names():
 
 
 def test_a_run_is_recorded_once_and_its_step_is_accounted_for(tmp_path):
-    attend = build_attention(AttentionConfig())
-    model = GPT(GPTConfig(n_layers=2), 1000, 64, attend)
+    model = built(GPTConfig(n_layers=2), 64, 1000)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(1000, (1, 64))  # few, of many words: no part takes less than a twelfth
     printed: list[str] = []
-    profiler = Profiler(
-        tmp_path, CPU, profile=True, start=3, steps=10, print=printed.append
-    )  # fmt: skip
+    profiler = Profiler(tmp_path, CPU, profile=True, start=3, steps=10, print=printed.append)
     assert (profiler.first, profiler.last) == (5, 9)
     metrics: dict[str, float] = {}
     for step in range(3, 10):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from attention import AttentionConfig, build_attention
 from bench.machine import ROOT
 from model.gpt import GPT
 from model.options import GPTConfig
@@ -30,6 +29,7 @@ from recipe.training.optimizer import (
     update_parameters,
 )
 from recipe.training.state import gather_state, restore_state
+from tests.parts import built
 from tests.recipe.training import test_loop
 
 STEPS, PEAK = 1000, 3e-3
@@ -114,9 +114,7 @@ def test_updates_are_torchs_clipping_and_unfused_adamw(clip):
 
 
 def small_gpt() -> GPT:
-    torch.manual_seed(0)
-    config = GPTConfig(n_layers=2, n_heads=4, n_kv_heads=2, n_embd=32, bias=True)
-    return GPT(config, 20, 8, build_attention(AttentionConfig()))
+    return built(GPTConfig(n_layers=2, n_heads=4, n_kv_heads=2, n_embd=32, bias=True), 8, 20)
 
 
 def test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest():

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import attention
-from attention import AttentionConfig, Score, build_attention
+from attention import Score
 from attention.naive import NaiveAttention
 from data.batches import Batch
-from model.gpt import GPT
 from model.options import GPTConfig
 from model.score import ScoreConfig
 from recipe.compare.parity import alone_worst
@@ -19,6 +18,7 @@ from recipe.compare.verdict import Verdict
 from recipe.training.parity import summarise, wrong_alone
 from recipe.training.parity_layers import check_layers, part
 from tests.attention.faults import batches, probed, registered
+from tests.parts import built, window
 from tests.recipe.compare.reading import edit, runs_in
 from tests.recipe.compare.synthetic import write_run
 from tests.right_attention import RIGHT
@@ -79,13 +79,9 @@ def scored(
     name: str, dtype: torch.dtype, score: ScoreConfig, dropout: float = 0.1, documents: bool = False
 ) -> dict[str, Any]:
     """The check of all layers of a small model with this score."""
-    torch.manual_seed(3)
-    attend = build_attention(AttentionConfig(name, dropout=dropout))
     size = GPTConfig(n_layers=1, n_heads=4, n_kv_heads=2, n_embd=64)
-    model = GPT(size, 65, 65, attend, score=score, documents=documents)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))  # a learned tensor begins at 0
+    # With a spread, as a learned tensor begins at 0.
+    model = built(size, 65, 65, name, dropout, spread=0.05, score=score, documents=documents)
     ((batch, key),) = batches(3, documents, 1)
     return check_layers(model, batch, key, dtype)
 
@@ -150,12 +146,8 @@ def test_no_number_is_written_where_nothing_was_compared():
 
 def test_attention_is_judged_with_the_scale_of_the_model():
     """Of model.scale_dim, in heads of another size: 1/sqrt(4), where that of the heads would be 1/sqrt(16)."""
-    torch.manual_seed(0)
-    model = GPT(
-        GPTConfig(n_layers=1, n_heads=2, n_embd=32, scale_dim=4), 65, 16, build_attention(AttentionConfig("tiled"))
-    )
-    tokens = torch.randint(65, (2, 17))
-    found = check_layers(model, Batch(tokens[:, :-1], tokens[:, 1:]), None, torch.float32)
+    model = built(GPTConfig(n_layers=1, n_heads=2, n_embd=32, scale_dim=4), 16, 65, "tiled")
+    found = check_layers(model, Batch(*window(vocab_size=65)), None, torch.float32)
     assert 0 < found["parity/attention_error"] < 1, found
     assert found["parity/attention_error_higher"] < 1, found
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import AttentionConfig, build_attention
 from data.tasks import TASKS, VALIDATION, VALIDATION_SEED, Needle, drawn
 from model.gpt import GPT
 from model.options import GPTConfig, Positions
 from model.positions import PositionTables
 from recipe.training.recall import PositionLoss, TaskRecall, lengths_for, stretched
+from tests.parts import built
 
 T = 32
 SMALL = GPTConfig(n_layers=2, n_heads=2, n_embd=16)
@@ -83,8 +83,7 @@ def test_every_task_is_measured_at_every_distance_that_it_asks(name):
 
 
 def build(config: GPTConfig, seq_len: int = T) -> GPT:
-    torch.manual_seed(1)
-    return GPT(config, 256, seq_len, build_attention(AttentionConfig())).eval()
+    return built(config, seq_len, 256).eval()
 
 
 @pytest.mark.parametrize("positions", [Positions.rotary, Positions.none])
