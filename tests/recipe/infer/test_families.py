@@ -248,7 +248,7 @@ TURNS = {
     "intermediate_size": 24, "max_position_embeddings": 128, "rope_theta": 5e5,
 }  # fmt: skip
 YARN = ROPES[-1]
-SCALINGS: list[Any] = [(rope, key, {}) for rope in ROPES for key in rope.keys() - {"rope_type"}]
+SCALINGS: list[Any] = [(rope, key, {}) for rope in ROPES for key in rope if key != "rope_type"]
 SCALINGS += [
     (YARN, "factor", {"factor": None}),
     (YARN, None, {"truncate": False, "original_max_position_embeddings": 4096}),
