@@ -89,8 +89,9 @@ class Call(NamedTuple):
     @property
     def has_inputs(self) -> bool:
         """Whether there are tensors besides q, k and v."""
-        some = self.spec.documents or self.tensors or self.formula
-        return bool(some) or self.dropout_key is not None or self.factors is not None
+        # By lengths: torch 2.11's compiler takes no tuple for a truth value.
+        some = self.spec.documents or len(self.tensors) > 0 or len(self.formula) > 0
+        return some or self.dropout_key is not None or self.factors is not None
 
 
 class Attention(ABC):
