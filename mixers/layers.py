@@ -323,7 +323,7 @@ def initial_steps(count: int) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """x over the root of its last axis' mean square, times weight, in fp32."""
-    return F.rms_norm(x.float(), x.shape[-1:], weight, EPS)
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), EPS)
 
 
 def unit(x: Tensor) -> Tensor:

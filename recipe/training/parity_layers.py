@@ -40,6 +40,11 @@ def part(B: int, T: int, device: torch.device) -> tuple[int, int]:
     return max(1, min(B, pairs // T**2)), T
 
 
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which rounding in `dtype` is measured."""
+    return torch.float64 if dtype is torch.float32 else torch.float32
+
+
 def check_layers(model: GPT, batch: Batch, key: DropoutKey | None, dtype: torch.dtype) -> dict[str, Any]:
     """Judge the attention of every layer of `model` on a micro-batch.
 
@@ -49,13 +54,12 @@ def check_layers(model: GPT, batch: Batch, key: DropoutKey | None, dtype: torch.
 
     Returns `parity/attention_*` as docs/probe.md lists them: no number where nothing was compared.
     """
-    half, made = dtype in (torch.bfloat16, torch.float16), frozenset(model.made_tensors())
-    found, before = Found(), model.training
+    made, found, before = frozenset(model.made_tensors()), Found(), model.training
     try:
         for training in (True, False):
             listener = cast(Attention, Listener(model.attend, training, found, made))
             model.train(training)
-            with torch.no_grad(), torch.autocast(batch.inputs.device.type, dtype, enabled=half):
+            with torch.no_grad(), torch.autocast(batch.inputs.device.type, dtype, enabled=dtype.itemsize == 2):
                 model.hidden(batch.inputs, key if training else None, listener, batch.document_starts)
     finally:
         model.train(before)
@@ -134,7 +138,7 @@ class Listener:
         except NotImplementedError as error:
             found.unseen[f"layer {self.layer}"] = str(error)
             return
-        higher = torch.float64 if inputs[0].dtype is torch.float32 else torch.float32
+        higher = exact_dtype(inputs[0].dtype)
         try:
             q, k, v = (x.to(higher) for x in inputs)
             steep = steepened(q, k, options["scale"]), k, v

@@ -43,7 +43,7 @@ from model.loss import IGNORE_INDEX
 from recipe.errors import UserError, sentence_of
 from recipe.training.device import free_memory
 from recipe.training.parity import beyond_rounding, rank, wrong_alone
-from recipe.training.parity_layers import check_layers, part
+from recipe.training.parity_layers import check_layers, exact_dtype, part
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -89,7 +89,7 @@ def check_parity(config: ParityConfig, attention: AttentionConfig, shape: Attent
             "set attention.rng=replay, attention.dropout=0 or parity.every=0."
         )
     try:
-        reference = build_attention(reference_config(config, attention))
+        reference = build_reference(config, attention)
         for dtype in (shape.dtype, exact_dtype(shape.dtype)):
             reference.check(replace(shape, dtype=dtype))
     except AttentionError as error:
@@ -98,14 +98,9 @@ def check_parity(config: ParityConfig, attention: AttentionConfig, shape: Attent
         ) from error
 
 
-def reference_config(config: ParityConfig, attention: AttentionConfig) -> AttentionConfig:
+def build_reference(config: ParityConfig, attention: AttentionConfig) -> Attention:
     """The attention to compare with: `config.reference`, with the run's dropout."""
-    return AttentionConfig(name=config.reference, dropout=attention.dropout)
-
-
-def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision in which rounding in `dtype` is measured."""
-    return torch.float64 if dtype is torch.float32 else torch.float32
+    return build_attention(AttentionConfig(name=config.reference, dropout=attention.dropout))
 
 
 class ParityProbe:
@@ -118,8 +113,7 @@ class ParityProbe:
         shape      the model's requirements for its attention; its dtype is the precision of the run
         """
         self.config, self.shape = config, shape
-        self.exact_dtype, reference = exact_dtype(shape.dtype), reference_config(config, attention)
-        self.reference = build_attention(reference)
+        self.exact_dtype, self.reference = exact_dtype(shape.dtype), build_reference(config, attention)
         self.window: tuple[int, int] | None = None  # the largest (sequences, tokens) that fits, known after a failure
 
     def is_due(self, step: int) -> bool:
@@ -180,17 +174,14 @@ class ParityProbe:
         return measured | {f"parity/noise_{name}": value for name, value in noise.items()}
 
     def _planned(self, model: GPT, B: int, T: int) -> tuple[int, int]:
-        """The part of (B, T) that should fit, estimated from the size of the reference's scores and of the logits."""
-        free = free_memory(self.shape.device)
-        while B * T > 1 and self._estimate(model, B, T) > MEMORY_SHARE * free:
+        """The part of (B, T) whose costliest pass, `exact`, should fit. It has the logits with their softmax and
+        gradient and, per layer, three (B, H, T, T) matrices of a naive reference: its scores, its probabilities, and
+        those dropped and cast."""
+        most = MEMORY_SHARE * free_memory(self.shape.device) / self.exact_dtype.itemsize
+        matrices = 3 * model.config.n_layers * self.shape.n_heads if self.config.reference == "naive" else 0
+        while B * T > 1 and B * T * (matrices * T + 4 * model.vocab_size) > most:
             B, T = smaller(B, T)
         return B, T
-
-    def _estimate(self, model: GPT, B: int, T: int) -> int:
-        """Bytes of the costliest pass, `exact`: per layer three (B, H, T, T) matrices of a naive reference (its
-        scores, its probabilities, and those dropped and cast), and the logits with their softmax and gradient."""
-        scores = 3 * model.config.n_layers * B * self.shape.n_heads * T * T if self.config.reference == "naive" else 0
-        return self.exact_dtype.itemsize * (scores + 4 * B * T * model.vocab_size)
 
 
 def fitting(device: torch.device, B: int, T: int, work: Callable[[int, int], R]) -> tuple[R, tuple[int, int]]:
@@ -239,8 +230,7 @@ def fwd_bwd(
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     if dtype is torch.float64:
         parameters = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
-    half = dtype in (torch.bfloat16, torch.float16)
-    with torch.autocast(device, dtype, enabled=half):
+    with torch.autocast(device, dtype, enabled=dtype.itemsize == 2):
         return torch.func.functional_call(
             step,
             {f"model.{name}": p for name, p in parameters.items()},
