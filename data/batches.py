@@ -247,8 +247,8 @@ def eval_batches(
     pieces = -(-n // windows_in_piece)
     first = np.arange(pieces) * (len(tokens) - span - 1) // max(pieces - 1, 1)
     starts = (first[:, None] + seq_len * np.arange(windows_in_piece)).ravel()[:n]
-    of_batches = [starts[i : i + batch_size] for i in range(0, n, batch_size)]
-    return [windows_at(starts, windows, documents).widened() for starts in of_batches]
+    of_batches = np.split(starts, range(batch_size, n, batch_size))
+    return [windows_at(part, windows, documents).widened() for part in of_batches]
 
 
 def windows_at(starts: np.ndarray, windows: np.ndarray, documents: np.ndarray | None) -> Batch:

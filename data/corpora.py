@@ -98,16 +98,16 @@ def train_part(size: int, val_fraction: float) -> int:
 class FileCorpus(Corpus):
     """Local files below a folder, in the order of their names."""
 
-    def __init__(self, config: DataConfig, root: Path, files: list[Path], others: list[Path] | None = None):
+    def __init__(self, config: DataConfig, root: Path, files: list[Path], others: Sequence[Path] = ()):
         """others  files of other types in the same folder, which are left out"""
-        self.config, self.root, self.others = config, root, others or []
-        stats = {self._name(file): (file, file.stat()) for file in files}
-        self.files = {stats[name][0]: stats[name][1].st_size for name in sorted(stats) if stats[name][1].st_size}
-        self.empty = [file for file, stat in stats.values() if not stat.st_size]
+        self.config, self.root, self.others = config, root, others
+        stats = sorted((self._name(file), file, file.stat()) for file in files)
+        self.files = {file: stat.st_size for _, file, stat in stats if stat.st_size}
+        self.empty = [file for _, file, stat in stats if not stat.st_size]
         self.size: int = sum(self.files.values())
         if not self.files:
             raise DataError(f"{first_few(files)}: nothing but empty files; name others with data.path=...")
-        listing = [(name, stats[name][1].st_size, stats[name][1].st_mtime_ns) for name in sorted(stats)]
+        listing = [(name, stat.st_size, stat.st_mtime_ns) for name, _, stat in stats]
         self.fingerprint = sha256(repr([*listing, *self._named.items()]).encode()).hexdigest()
 
     def source(self) -> dict[str, Any]:
@@ -223,8 +223,9 @@ def stdlib(config: DataConfig) -> Corpus:
 @cache  # every job of a sweep calls this
 def _stdlib_files(root: Path) -> list[Path]:
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    files = _files_below(root, (".py",), lambda name: name in left_out)
-    return [file for file in files if file.stat().st_size]  # empty __init__.py files are normal
+    files = _files_below(root, lambda name: name in left_out)
+    # Empty __init__.py files are normal.
+    return [file for file in files if file.suffix == ".py" and file.stat().st_size]
 
 
 def text(config: DataConfig) -> Corpus:
@@ -233,17 +234,16 @@ def text(config: DataConfig) -> Corpus:
     if path.is_file():
         if kind(path) not in TEXT_SUFFIXES:
             raise DataError(f"data.path={config.path} must end in one of {ACCEPTED}; rename or convert the file.")
-        files, others = [path], list[Path]()
-    else:
-        everything = _files_below(path, ("",), lambda name: name.startswith("."))
-        files = [file for file in everything if kind(file) in TEXT_SUFFIXES]
-        others = sorted(file for file in set(everything) - set(files) if file.name != CHARACTERS)
+        return FileCorpus(config, path.parent, [path])
+    everything = _files_below(path, lambda name: name.startswith("."))
+    files = [file for file in everything if kind(file) in TEXT_SUFFIXES]
+    others = sorted(file for file in set(everything) - set(files) if file.name != CHARACTERS)
     if not files:
         raise DataError(
             f"data.path={config.path} holds no file that ends in one of {ACCEPTED}"
             f"{f' but {first_few(others)}' if others else ''}; set another folder, or rename or convert the files."
         )
-    return FileCorpus(config, path.parent if path.is_file() else path, files, others)
+    return FileCorpus(config, path, files, others)
 
 
 def chat(config: DataConfig) -> Corpus:
@@ -353,8 +353,8 @@ CORPORA: dict[str, Callable[[DataConfig], Corpus]] = {
 HUB_CORPORA = ("shakespeare", "openwebtext", "fineweb_edu")
 
 
-def _files_below(root: Path, suffixes: tuple[str, ...], left_out: Callable[[str], bool]) -> list[Path]:
-    """The files with one of these suffixes below a folder, except those `left_out`. Raises DataError."""
+def _files_below(root: Path, left_out: Callable[[str], bool]) -> list[Path]:
+    """The files below a folder, except those `left_out`. Raises DataError."""
 
     def refuse(error: OSError) -> None:
         raise unreadable(Path(error.filename), error) from error
@@ -362,5 +362,5 @@ def _files_below(root: Path, suffixes: tuple[str, ...], left_out: Callable[[str]
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [name for name in subfolders if not left_out(name)]
-        files += [Path(folder, name) for name in names if name.endswith(suffixes) and not left_out(name)]
+        files += [Path(folder, name) for name in names if not left_out(name)]
     return [file for file in files if file.is_file()]

@@ -118,7 +118,7 @@ def chat_windows(rows: PackedRows, batch_size: int, count: int) -> list[Batch]:
     n = min(count * batch_size, len(rows.rows))
     n = n // batch_size * batch_size or n
     numbers = np.arange(n) * len(rows.rows) // n
-    of_batches = [numbers[i : i + batch_size] for i in range(0, n, batch_size)]
+    of_batches = np.split(numbers, range(batch_size, n, batch_size))
     learned = max(1, rows.answers[numbers].sum()) / len(of_batches)
     return [rows.stored(part, learned).widened() for part in of_batches]
 

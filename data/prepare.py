@@ -144,12 +144,12 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus, recipe: dict[str, A
         else:
             tokenizer = load_tokenizer(partial)
             console.print(f"resuming the preparation of data={config.name} where it was interrupted.")
-        counts = _write_tokens(corpus, tokenizer, config, position, partial, recipe)
+        _write_tokens(corpus, tokenizer, config, position, partial, recipe)
         content = {
             "recipe": recipe,
             "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.n_vocab, "end_of_text": tokenizer.eot_token},
             "dtype": token_dtype(tokenizer).str,
-            "splits": counts,
+            "splits": position.splits,
             "bytes": position.bytes,
             "notes": list(_notes(config, position, partial, token_dtype(tokenizer))),
         }
@@ -158,7 +158,7 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus, recipe: dict[str, A
     except OSError:  # free the space on a full disk
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    tokens = " and ".join(f"{counts[split]['tokens']:,} for {split}" for split in SPLITS)
+    tokens = " and ".join(f"{count['tokens']:,} for {split}" for split, count in position.splits.items())
     console.print(f"prepared data={config.name} with data.tokenizer={config.tokenizer}: {tokens}, in {folder}")
     for note in content["notes"]:
         console.print(note)
@@ -184,9 +184,9 @@ def _write_tokens(
     position: Position,
     partial: Path,
     recipe: dict[str, Any],
-) -> dict[str, dict[str, int]]:
+) -> None:
     """Write every row after `position` to its split, until each stream's share of `max_tokens` is filled, and save the
-    position every few seconds. Returns the counts of the splits. Raises DataError if one is empty.
+    position every few seconds. Raises DataError if a split is empty.
     """
     dtype, marks, limit = token_dtype(tokenizer), isinstance(corpus, ChatCorpus), config.max_tokens
     with ExitStack() as stack:
@@ -230,8 +230,7 @@ def _write_tokens(
                 if position.room == 0:
                     break
         save()
-    counts = position.splits
-    for split, count in counts.items():
+    for split, count in position.splits.items():
         if not count["tokens"]:
             shutil.rmtree(partial)
             raise DataError(
@@ -239,7 +238,6 @@ def _write_tokens(
                 f"rows, their field {config.text_field!r} is empty, or data.val_fraction={config.val_fraction:g} and "
                 f"data.max_tokens={config.max_tokens} leave too little; change one or give more text."
             )
-    return counts
 
 
 def _make_tokenizer(config: DataConfig, corpus: Corpus, console: Console) -> Tokenizer:

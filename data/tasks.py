@@ -37,6 +37,15 @@ class Sequence(NamedTuple):
     distance: np.ndarray
 
 
+def asking(
+    inputs: np.ndarray, places: np.ndarray | slice, answers: np.ndarray, distances: np.ndarray | int
+) -> Sequence:
+    """The sequence of these inputs that asks for answers at some places, so far behind what determines them."""
+    targets, distance = np.full(len(inputs), IGNORED), np.zeros(len(inputs), np.int64)
+    targets[places], distance[places] = answers, distances
+    return Sequence(inputs, targets, distance)
+
+
 class Draws:
     """Random numbers of one sequence."""
 
@@ -93,16 +102,14 @@ class AssociativeRecall(Task):
     def sequence(self, draws: Draws, T: int) -> Sequence:
         n = min(T // SHARE, self.KEYS)
         keys, values = 1 + draws.some_of(self.KEYS, n), 1 + self.KEYS + draws.below(self.VALUES, n)
-        inputs, targets = np.zeros(T, np.int64), np.full(T, IGNORED)
-        distance = np.zeros(T, np.int64)
+        inputs = np.zeros(T, np.int64)
         inputs[0 : 2 * n : 2], inputs[1 : 2 * n : 2] = keys, values
         # Each query is followed by its value, as in a text; so a slot takes two tokens. Half of the slots are used.
         free = (T - 2 * n) // 2
         slots = 2 * n + 2 * np.sort(draws.some_of(free, free // 2))
         asked = draws.below(n, len(slots))
         inputs[slots], inputs[slots + 1] = keys[asked], values[asked]
-        targets[slots], distance[slots] = values[asked], slots - (2 * asked + 1)
-        return Sequence(inputs, targets, distance)
+        return asking(inputs, slots, values[asked], slots - (2 * asked + 1))
 
 
 class Induction(Task):
@@ -123,9 +130,7 @@ class Induction(Task):
         half = T // 2
         period = T // 8 + int(draws.below(half - T // 8, 1)[0])
         tokens = np.resize(draws.below(self.vocab_size, period), T + 1)
-        targets, distance = np.full(T, IGNORED), np.zeros(T, np.int64)
-        targets[half:], distance[half:] = tokens[half + 1 :], period - 1
-        return Sequence(tokens[:T], targets, distance)
+        return asking(tokens[:T], slice(half, T), tokens[half + 1 :], period - 1)
 
 
 class Needle(Task):
@@ -146,13 +151,11 @@ class Needle(Task):
     chance = 1 / NEEDLES
 
     def sequence(self, draws: Draws, T: int) -> Sequence:
-        inputs, targets = 1 + self.NEEDLES + draws.below(self.HAY, T), np.full(T, IGNORED)
-        distance, place = np.zeros(T, np.int64), int(draws.below(T // 2, 1)[0])
+        inputs, place = 1 + self.NEEDLES + draws.below(self.HAY, T), int(draws.below(T // 2, 1)[0])
         questions = place + 1 + draws.some_of(T - 1 - place, T // SHARE)
         questions[-1] = T - 1 if T - 1 not in questions else questions[-1]
         inputs[place], inputs[questions] = 1 + int(draws.below(self.NEEDLES, 1)[0]), 0
-        targets[questions], distance[questions] = inputs[place], questions - place
-        return Sequence(inputs, targets, distance)
+        return asking(inputs, questions, inputs[place], questions - place)
 
 
 class Counting(Task):
@@ -181,9 +184,7 @@ class Counting(Task):
         inputs = np.repeat(letters, counts)[:T][::-1]
         asked = counts[: T // self.LONGEST]
         ends = T - 1 - (np.cumsum(asked) - asked)
-        targets, distance = np.full(T, IGNORED), np.zeros(T, np.int64)
-        targets[ends], distance[ends] = self.LETTERS + asked - 1, asked - 1
-        return Sequence(inputs, targets, distance)
+        return asking(inputs, ends, self.LETTERS + asked - 1, asked - 1)
 
 
 TASKS: dict[str, Task] = {task.name: task for task in (AssociativeRecall(), Induction(), Needle(), Counting())}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,19 +129,15 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
         if "own" in content:
             return OwnTokenizer(str(content["name"]), str(content["own"]))
         tokens = [base64.b64decode(token) for token in content["tokens"]]
-        check_tokens(tokens, content["pattern"])
+        # None but those that save_tokenizer writes: tiktoken ends the process or hangs at some.
+        if content["pattern"] not in (BYTES_PATTERN, GPT2_PATTERN):
+            raise ValueError("its pattern is unknown")
+        if len(set(tokens)) < len(tokens) or not all(tokens) or len({t for t in tokens if len(t) == 1}) < 256:
+            raise ValueError("its tokens are not distinct, or lack a byte")
         return _encoding(str(content["name"]), content["pattern"], tokens)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"it {error}" if isinstance(error, UntrustedError) else brief(error)
         raise DataError(f"{path} holds no tokenizer ({reason}); name a folder that train.py wrote.") from error
-
-
-def check_tokens(tokens: Sequence[bytes], pattern: str) -> None:
-    """Raise ValueError for tokens that save_tokenizer does not write: tiktoken ends the process or hangs at some."""
-    if pattern not in (BYTES_PATTERN, GPT2_PATTERN):
-        raise ValueError("its pattern is unknown")
-    if len(set(tokens)) < len(tokens) or not all(tokens) or len({t for t in tokens if len(t) == 1}) < 256:
-        raise ValueError("its tokens are not distinct, or lack a byte")
 
 
 def _encoding(name: str, pattern: str, tokens: list[bytes]) -> tiktoken.Encoding:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.options import Documents
+from data.store import digest
 from data.tokenizers import FILE
 from recipe.errors import UserError, fail
 from recipe.infer.evaluation.scorer import LanguageModel, padded
@@ -41,7 +42,7 @@ def measured(run: Path) -> dict[str, Any]:
     return found | {
         "future": future(model, text),
         "parameters": sum(value.numel() for value in state.values()),
-        "weights": sha256(json.dumps(files, sort_keys=True).encode()).hexdigest(),
+        "weights": digest(files),
         "tokenizer": sha256((run / FILE).read_bytes()).hexdigest(),
         "data": manifest.metadata["data"],
         "threads": manifest.metadata["cpu_threads"],

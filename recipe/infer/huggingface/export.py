@@ -116,7 +116,7 @@ def dropouts(family: Family, config: GPTConfig, attention_dropout: float) -> dic
 
 def renamed(model: GPT, family: Family) -> dict[str, Tensor]:
     """The weights under the family's names. Raises WeightsError for one that it has no name for."""
-    tensors: dict[str, Tensor] = {}
+    tensors, config = dict[str, Tensor](), model.config
     for name, parameter in model.named_parameters():
         if name.startswith("further."):  # the second head, which only training uses
             continue
@@ -127,19 +127,14 @@ def renamed(model: GPT, family: Family) -> dict[str, Tensor]:
         value = parameter[: model.vocab_size] if name in ("wte.weight", "lm_head.weight") else parameter
         if family.transposed and value.ndim == 2 and name.startswith("h."):
             value = value.T
-        config = model.config
         sizes = [n * config.head_size for n in (config.n_heads, config.kv_heads, config.kv_heads)]
         for stored_name, part in zip(names, value.split(sizes) if len(names) > 1 else [value], strict=True):
-            tensors[stored_name] = stored(part)
+            # A copy on the CPU that shares no memory with another, which safetensors would refuse.
+            tensors[stored_name] = part.detach().cpu().clone(memory_format=torch.contiguous_format)
             bias = stored_name.removesuffix("weight") + "bias"
-            if family.zeros and not model.config.bias and family.zeros.search(bias) and not name.startswith("w"):
+            if family.zeros and not config.bias and family.zeros.search(bias) and not name.startswith("w"):
                 tensors[bias] = torch.zeros(len(parameter))
     return tensors
-
-
-def stored(x: Tensor) -> Tensor:
-    """A copy on the CPU that shares no memory with another, which safetensors would refuse."""
-    return x.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 TOKENS = 256  # of the text whose logits are compared, at least; longer than a window in any case
@@ -171,9 +166,14 @@ def export(
             **ids,
             "max_new_tokens": max(1, min(256, model.seq_len // 2)),
         },
-        "tokenizer_config.json": tokenizer_config(
-            model.seq_len, special, None if template is None else template.source
-        ),
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **special,
+            "padding_side": "left",  # prompts of different lengths are continued at their ends
+            "model_max_length": model.seq_len,
+            "clean_up_tokenization_spaces": False,
+            **({} if template is None else {"chat_template": template.source}),
+        },
     }
     folder = folder.absolute()
     partial = folder.with_name(f".{folder.name}.partial")
@@ -296,18 +296,6 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     """The number of a special token; end-of-text's where the tokenizer does not know it."""
     known = tokenizer.model.token_to_id(token) if isinstance(tokenizer, OwnTokenizer) else None
     return tokenizer.eot_token if known is None else known
-
-
-def tokenizer_config(seq_len: int, special: dict[str, str], chat_template: str | None) -> dict[str, Any]:
-    """The content of tokenizer_config.json."""
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **special,
-        "padding_side": "left",  # prompts of different lengths are continued at their ends
-        "model_max_length": seq_len,
-        "clean_up_tokenization_spaces": False,
-        **({} if chat_template is None else {"chat_template": chat_template}),
-    }
 
 
 def as_characters(token: bytes) -> str:

@@ -287,17 +287,15 @@ def folder_mistakes(
             f"python sample.py run={source} export=<folder>"
         )
         return
-    flaws: list[str] = []
     try:
         folder = find(source)
         settings = settings_of(folder, source)
         size = model.vocab_size or SIZES.get(tokenizer)
-        flaws += unlike(settings, model, scores, seq_len, size, source)
+        yield from unlike(settings, model, scores, seq_len, size, source)
         if Path(tokenizer).suffix:
             with suppress(DataError):  # it is reported with the other options of data
-                flaws += beyond(read_tokenizer(Path(tokenizer)), settings.model.vocab_size or 0, source)
+                yield from beyond(read_tokenizer(Path(tokenizer)), settings.model.vocab_size or 0, source)
         with opened(folder, source, settings.family) as tensors:
-            flaws += unfit(tensors, settings, model, source)
+            yield from unfit(tensors, settings, model, source)
     except WeightsError as error:
-        flaws.append(str(error))
-    yield from flaws
+        yield str(error)
