@@ -49,8 +49,8 @@ def cases(gpus: int) -> list[Row]:
         "eager": (eager, copies),
         "muon": ([*eager, "optimizer=muon"], copies),
         "xl": (
-            [*overrides("flash", "16x1024", 0.0, 20, model="gpt2-xl"), "parallel.data=shard"],
-            {"exact": [], "exact, gathered once": ["parallel.reshard_after_forward=false"]},
+            overrides("flash", "16x1024", 0.0, 20, model="gpt2-xl"),
+            {"exact": ["parallel.data=shard"], "exact, gathered once": ["parallel.data=shard_grad_op"]},
         ),
     }
     for kind, length in {"quarter": LONGEST // 4, "half": LONGEST // 2, "million": LONGEST}.items():

@@ -16,19 +16,18 @@ class DataParallel(Enum):
 
     replicate = "replicate"  # all weights, and AdamW's moments of the rows that it updates
     shard = "shard"  # some rows of each, gathered when needed: less memory, more communication
+    shard_grad_op = "shard_grad_op"  # the same, but a block's weights stay gathered until its backward pass
 
 
 @dataclass
 class ParallelConfig:
     """The options under `parallel.*`.
 
-    data                   what a rank holds of the weights: all, or some rows (docs/several-gpus.md)
-    reshard_after_forward  with shard: gather a block's weights again for its backward pass, in place of keeping them
-    context                ranks that share the rows of every sequence; 1: each rank has whole sequences
+    data     what a rank holds of the weights: all, or some rows (docs/several-gpus.md)
+    context  ranks that share the rows of every sequence; 1: each rank has whole sequences
     """
 
     data: DataParallel = DataParallel.replicate
-    reshard_after_forward: bool = True
     context: int = 1
 
 
@@ -42,11 +41,6 @@ def check_parallel(config: ParallelConfig, ranks: int) -> None:
             f"parallel.context={config.context} must divide the number of ranks, {ranks}; use "
             f"parallel.context={fitting}, or start {config.context} ranks with torchrun --nproc-per-node "
             f"{config.context}."
-        )
-    if config.data is DataParallel.replicate and not config.reshard_after_forward:
-        raise ParallelError(
-            "parallel.reshard_after_forward=false has no effect on parallel.data=replicate, which has all weights on "
-            "every rank; leave it out, or set parallel.data=shard."
         )
 
 

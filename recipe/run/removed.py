@@ -19,6 +19,7 @@ REMOVED: dict[str, str] = {
     "optimizer.eps": "leave it out: it is 1e-8",
     "parallel.context_by": "leave it out: ranks exchange heads where these divide evenly, else keys",
     "parallel.exact": "leave it out: any number of ranks adds gradients in a fixed order, a power of two in one rank's",
+    "parallel.reshard_after_forward": "parallel.data=shard_grad_op keeps a block's weights until its backward pass",
     "parallel.timeout_s": "leave it out: a rank waits 10 minutes for another",
     "schedule.decay_fraction": "leave it out: schedule=wsd decays over the last fifth of the steps",
     "score.show": "leave it out: attention/flash/formula.py writes the code of a formula",
@@ -48,6 +49,7 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "optimizer.eps": (1e-8,),
     "parallel.context_by": ("auto",),
     "parallel.exact": (True, False),  # sums of the latter differed by rounding
+    "parallel.reshard_after_forward": (True,),
     "parallel.timeout_s": (600.0,),
     "schedule.decay_fraction": (0.2,),
     "score.show": (False, True),

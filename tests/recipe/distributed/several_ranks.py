@@ -66,7 +66,7 @@ TRAINED = {"a matrix and a norm": ("h.0.mlp.c_fc", "ln_f"), "a norm": ("ln_f",)}
 PARALLEL = {
     "exact": ParallelConfig(),
     "sharded": ParallelConfig(DataParallel.shard),
-    "sharded, kept gathered": ParallelConfig(DataParallel.shard, reshard_after_forward=False),
+    "sharded, kept gathered": ParallelConfig(DataParallel.shard_grad_op),
     "heads": ParallelConfig(context=2),
     "keys, sharded": ParallelConfig(DataParallel.shard, context=2),
 }

@@ -225,7 +225,6 @@ OF_RANKS = {
     (6, "parallel.context=4"): "use parallel.context=3, or start 4 ranks with torchrun --nproc-per-node 4",
     (2, "parallel.context=0"): "parallel.context=0 must be at least 1",
     (8, "parallel.context=8"): "seq_len=128 cannot be shared by parallel.context=8 ranks; use seq_len=256",
-    (2, "parallel.reshard_after_forward=false"): "has no effect on parallel.data=replicate",
     (4, "training.batch_size=2 training.batch_tokens=512"): "is not a multiple of the 1024 tokens",
     (2, "-m seed=1,2"): "2 ranks were started; start it without torchrun",
     (2, "experiment=break_it"): "2 ranks were started; start it without torchrun",
