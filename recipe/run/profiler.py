@@ -92,7 +92,8 @@ class Profiler:
         """Start recording, before the step `first`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the library prints messages when it starts and stops
-        self.profiler = self.recording.enter_context(profile())
+        # There is one cycle. Without acc_events torch 2.11 warns that events of earlier ones are lost.
+        self.profiler = self.recording.enter_context(profile(acc_events=True))
         self._wait()
         self.recording.enter_context(record_function(WINDOW))
 
