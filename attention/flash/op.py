@@ -289,7 +289,7 @@ def _gradients(
     if do is None:
         return [None, None, None], of_inputs
     gradients = run(do, saved)
-    if not inputs and len(gradients) == 3:
+    if not inputs and len(gradients) == 3:  # as they are; a short call waits for the host
         return gradients, of_inputs
     places = places_of_gradients(spec)
     n_qkv = len(gradients) - len(places)

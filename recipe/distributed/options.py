@@ -30,6 +30,11 @@ class ParallelConfig:
     data: DataParallel = DataParallel.replicate
     context: int = 1
 
+    @property
+    def shards(self) -> bool:
+        """Whether ranks divide the weights, where there are several."""
+        return self.data is not DataParallel.replicate
+
 
 def check_parallel(config: ParallelConfig, ranks: int) -> None:
     """Raise ParallelError for options that these ranks do not support."""

@@ -181,7 +181,7 @@ class Sharing:
     ) -> None:
         """Move `model` to `device`, or the shards of it that this rank keeps; `dtype` is autocast's."""
         self.world, self.device, self.dtype = world, device, dtype
-        self.sharded = config.data is not DataParallel.replicate and world.size > 1
+        self.sharded = config.shards and world.size > 1
         self.blueprint = without_values(model) if self.sharded else None
         self.model = sharded(model, device, dtype, config) if self.sharded else model.to(device)
         self.context = self._share_sequences() if world.context > 1 else None

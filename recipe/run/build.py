@@ -19,7 +19,6 @@ from model.counting import flops_per_token
 from model.gpt import GPT, Computation
 from model.options import GPTConfig
 from model.score import attention_scores
-from recipe.distributed.options import DataParallel
 from recipe.distributed.ranks import from_first_rank
 from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
@@ -87,7 +86,7 @@ def build_model(
 
     Where ranks keep shards of it, only the first one builds it whole, and the others on the meta device.
     """
-    shards = config.parallel.data is not DataParallel.replicate and world.size > 1
+    shards = config.parallel.shards and world.size > 1
     torch.manual_seed(config.seed if config.init_seed is None else config.init_seed)
     with torch.device("meta") if config.init_from or (shards and world.rank > 0) else nullcontext():
         model = build_gpt(config, vocab_size, device, dtype)
@@ -114,7 +113,7 @@ def build_trainer(config: Config, model: GPT, device: torch.device, world: World
     rate = partial(learning_rate, steps=training.steps, peak=config.optimizer.lr, config=config.schedule)
     micro_steps = training.share(model.seq_len, world).micro_steps
     mixes, clip = bool(config.model.mixers), config.optimizer.clip
-    in_blocks = mixes or config.parallel.data is not DataParallel.replicate
+    in_blocks = mixes or config.parallel.shards
     replayed = can_replay(training, config.attention.rng, micro_steps, in_blocks, mixes)
     sharing = Sharing(model, world, config.parallel, device, training.precision.dtype)
     optimizer = build_optimizer(sharing.model, config.optimizer)

@@ -16,7 +16,7 @@ from data.tasks import TASKS, check_length
 from model.mistakes import check_mixers, model_mistakes
 from model.score import attention_scores, score_mistakes
 from model.score_tensors import ScoreTensors
-from recipe.distributed.options import DataParallel, check_context, check_parallel
+from recipe.distributed.options import check_context, check_parallel
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
 from recipe.run.build import attention_shape, one_document
@@ -46,7 +46,7 @@ def mistakes(config: Config, ranks: int | None = None, weights: Weights | None =
     ranks = ranks or World.from_environment().size
     yield from (of_ranks := list(refusal(check_parallel, config.parallel, ranks)))
     world = World(size=ranks, context=1 if of_ranks else config.parallel.context)
-    if config.model.layers and (config.parallel.data is not DataParallel.replicate or config.parallel.context > 1):
+    if config.model.layers and (config.parallel.shards or config.parallel.context > 1):
         yield "model.layers needs parallel.data=replicate and parallel.context=1; leave model.layers out, or set them."
     yield from training_mistakes(config.training, max(config.seq_len, 1), world)
     yield from optimizer_mistakes(config.optimizer, config.schedule, config.training.steps)
