@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from .decode.cache import Cache
 from .dropout import keep_mask, keep_scale
 from .errors import Option, UnsupportedAttention
-from .gpu import NAMESPACE
+from .gpu import custom_operator
 from .interface import FEATURES, Attention, AttentionOutput, Call
 from .options import Ablation, AttentionConfig
 from .precision import accum_dtype
@@ -236,8 +236,7 @@ def cut(x: Tensor, rows: Range) -> Tensor:
     return x[..., slice(*rows), :]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::tiled_forward", mutates_args=())
-def forward_op(
+def forward_from_text(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -252,22 +251,27 @@ def forward_op(
     return forward(q, k, v, Inputs.of(spec, inputs), spec, q_start, k_start, lengths)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::tiled_backward", mutates_args=())
-def backward_op(do: Tensor, saved: Sequence[Tensor], text: str, q_start: int | None, k_start: int) -> list[Tensor]:
+def backward_from_text(
+    do: Tensor, saved: Sequence[Tensor], text: str, q_start: int | None, k_start: int
+) -> list[Tensor]:
     """`backward`, with its Spec as text."""
     return backward(do, saved, Spec.read(text), q_start, k_start)
 
 
-@forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], text: str, *_: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(q: Tensor, _k: Tensor, _v: Tensor, _inputs: Any, text: str, *_: Any) -> tuple[Tensor, Tensor]:
+    """Room for `forward`'s results."""
     out = q.new_empty(q.shape, dtype=dtype_of_out(q, Spec.read(text)))
     return out, q.new_empty(q.shape[:-1], dtype=accum_dtype(q.dtype))
 
 
-@backward_op.register_fake
-def _(do: Tensor, saved: Sequence[Tensor], text: str, *_: Any) -> list[Tensor]:
+def fake_backward(do: Tensor, saved: Sequence[Tensor], text: str, *_: Any) -> list[Tensor]:
+    """Room for `backward`'s results."""
     q, k, v, _out, _lse, *rest = saved
     spec = Spec.read(text)
     inputs = Inputs.of(spec, rest)
     learned = [inputs.formula[number] for number in spec.learned]
     return [x.new_empty(x.shape) for x in (q, k, v, *learned, *([] if inputs.sinks is None else [inputs.sinks]))]
+
+
+forward_op = custom_operator("tiled_forward", forward_from_text, fake_forward)
+backward_op = custom_operator("tiled_backward", backward_from_text, fake_backward)

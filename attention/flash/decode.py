@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import gpu
 from ..decode.cache import Cache
-from ..gpu import INTERPRET, NAMESPACE
+from ..gpu import INTERPRET, custom_operator
 from ..layout import Layout
 from ..scores.alibi import alibi_bias
 from ..scores.soft_cap import soft_cap_tanh
@@ -371,14 +371,15 @@ def compute_decode(tensors: Sequence[Tensor], spec: Spec, n: int) -> tuple[Tenso
     return out, with_row_terms(lse, call)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::flash_decode", mutates_args=())
-def flash_decode(
+def decode_from_text(
     q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], spec: str
 ) -> tuple[Tensor, Tensor]:
     """`run_decode`, from the text of a Spec."""
     return run_decode(q, cache, inputs, Spec.read(spec))
 
 
-@flash_decode.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+flash_decode = custom_operator(
+    "flash_decode",
+    decode_from_text,
+    lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)),
+)

@@ -6,7 +6,7 @@ break; the dropout key is a tensor among their arguments, so new steps and repla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..decode.cache import Cache
 from ..dropout import drop_threshold
 from ..errors import Option, UnsupportedAttention
 from ..formula.hoist import scaled_queries as scale
-from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE, DeviceOf
+from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE, DeviceOf, constant_when_compiled, custom_operator
 from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
 from ..options import ProductPrecision
 from ..scores import OPTIONS
@@ -111,12 +111,9 @@ def compute_horizons(tensors: Sequence[Tensor], spec: str) -> tuple[Tensor]:
         return (find_horizons(addressable(q), addressable(k), slopes, Spec.read(spec)),)
 
 
-flash_horizons = torch.library.custom_op(f"{NAMESPACE}::flash_horizons", run_horizons, mutates_args=())
-
-
-@flash_horizons.register_fake
-def _(q: Tensor, *_: Any) -> Tensor:
-    return q.new_empty(q.shape[:2], dtype=torch.int32)
+flash_horizons = custom_operator(
+    "flash_horizons", run_horizons, lambda q, *_: q.new_empty(q.shape[:2], dtype=torch.int32)
+)
 
 
 def run_key_horizons(q: Tensor, k: Tensor, x: Tensor, factors: Tensor | None, spec: str) -> Tensor:
@@ -134,12 +131,11 @@ def key_horizons_shape(q: Tensor, k: Tensor) -> tuple[int, int, int]:
     return *q.shape[:2], (q.shape[2] + grain - 1) // grain + (k.shape[2] + grain - 1) // grain
 
 
-flash_key_horizons = torch.library.custom_op(f"{NAMESPACE}::flash_key_horizons", run_key_horizons, mutates_args=())
-
-
-@flash_key_horizons.register_fake
-def _(q: Tensor, k: Tensor, *_: Any) -> Tensor:
-    return q.new_empty(key_horizons_shape(q, k), dtype=torch.int32)
+flash_key_horizons = custom_operator(
+    "flash_key_horizons",
+    run_key_horizons,
+    lambda q, k, *_: q.new_empty(key_horizons_shape(q, k), dtype=torch.int32),
+)
 
 
 def horizons(q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, compiling: bool) -> Tensor | None:
@@ -178,17 +174,19 @@ def compute_forward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> t
     return out, lse, lse2
 
 
-@torch.library.custom_op(f"{NAMESPACE}::flash_forward", mutates_args=())
-def flash_forward(
+def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for `flash_forward`'s results."""
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32), rows_like(q)
+
+
+def forward_from_text(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int, k_start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`run_forward`; inputs, spec and positions are those of a KernelCall."""
     return run_forward((q, k, v, *inputs), Spec.read(spec), q_start, k_start)
 
 
-@flash_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32), rows_like(q)
+flash_forward = custom_operator("flash_forward", forward_from_text, fake_forward)
 
 
 def run_backward(tensors: Sequence[Tensor], spec: Spec, q_start: int, k_start: int) -> list[Tensor]:
@@ -228,22 +226,26 @@ def compute_backward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> 
     return [*gradients, *learned, *(x for x in (dslopes, dsinks, dfactors) if x is not None)]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::flash_backward", mutates_args=())
-def flash_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
+def fake_backward(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> list[Tensor]:
+    """Room for `flash_backward`'s results."""
+    q, k, v, _out, _lse, *inputs = saved
+    others = (inputs[place] for place in places_of_gradients(spec))
+    return [*empty_gradients(q, k, v), *(x.new_empty(x.shape) for x in others)]
+
+
+def backward_from_text(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
     """`run_backward`; the inputs of `flash_forward` follow in `saved`."""
     return run_backward((do, *saved), Spec.read(spec), q_start, k_start)
 
 
-@flash_backward.register_fake
-def _(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> list[Tensor]:
-    q, k, v, _out, _lse, *inputs = saved
-    others = (inputs[place] for place in places_of_gradients(Spec.read(spec)))
-    return [*empty_gradients(q, k, v), *(x.new_empty(x.shape) for x in others)]
+flash_backward = custom_operator("flash_backward", backward_from_text, fake_backward)
 
 
-@lru_cache(maxsize=1024)
-def places_of_gradients(spec: Spec) -> tuple[int, ...]:
+@constant_when_compiled
+def places_of_gradients(spec: Spec | str) -> tuple[int, ...]:
     """The places, in `Inputs.present`, of the tensors whose gradients follow those of q, k and v."""
+    if isinstance(spec, str):
+        spec = Spec.read(spec)
     names = spec.inputs()
     asked = {"slopes": spec.slopes, "sinks": "sinks" in names, "factors": spec.factors == "learned"}
     return *spec.learned, *(spec.computed + names.index(name) for name, is_asked in asked.items() if is_asked)
@@ -269,63 +271,45 @@ def split_qkv_grad(gradients: list[Tensor], q: Tensor, k: Tensor) -> tuple[Tenso
     return dq, dk, dv
 
 
-def _save(
-    ctx: Any, output: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], *rest: Any
-) -> None:
-    out, lse, lse2 = output
-    ctx.save_for_backward(q, k, v, out, lse2, *inputs)
-    ctx.rest = rest  # spec and positions
-    ctx.mark_non_differentiable(lse, lse2)
-    ctx.set_materialize_grads(False)
+class Flash(torch.autograd.Function):
+    """The forward and the backward pass, as operators where spec is a text.
 
-
-def _gradients(
-    ctx: Any, do: Tensor | None, spec: Spec, run: Callable[[Tensor, Sequence[Tensor]], list[Tensor]]
-) -> tuple[list[Any], list[Any]]:
-    """The gradients of q, k and v, and those of the inputs that are present."""
-    saved = ctx.saved_tensors  # once: activation checkpointing gives them once
-    q, k, _, _, _, *inputs = saved
-    of_inputs: list[Any] = [None] * len(inputs)
-    if do is None:
-        return [None, None, None], of_inputs
-    gradients = run(do, saved)
-    if not inputs and len(gradients) == 3:  # as they are; a short call waits for the host
-        return gradients, of_inputs
-    places = places_of_gradients(spec)
-    n_qkv = len(gradients) - len(places)
-    for place, gradient in zip(places, gradients[n_qkv:], strict=True):
-        of_inputs[place] = gradient
-    return [*split_qkv_grad(gradients[:n_qkv], q, k)], of_inputs
-
-
-def _backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Any, ...]:
-    qkv, inputs = _gradients(ctx, do, Spec.read(ctx.rest[0]), lambda do, saved: flash_backward(do, saved, *ctx.rest))
-    return *qkv, inputs, None, None, None
-
-
-flash_forward.register_autograd(_backward, setup_context=lambda ctx, inputs, output: _save(ctx, output, *inputs))
-
-
-class Eager(torch.autograd.Function):
-    """The operators without torch's dispatcher, which takes longer for so many arguments than short kernels run."""
+    Short kernels run for less time than torch's dispatcher takes for so many arguments.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, spec: Spec, q_start: int, k_start: int, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
+        ctx: Any, spec: Spec | str, q_start: int, k_start: int, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        output = run_forward((q, k, v, *inputs), spec, q_start, k_start)
-        _save(ctx, output, q, k, v, inputs, spec, q_start, k_start)
-        return output
+        if isinstance(spec, str):
+            out, lse, lse2 = flash_forward(q, k, v, inputs, spec, q_start, k_start)
+        else:
+            out, lse, lse2 = run_forward((q, k, v, *inputs), spec, q_start, k_start)
+        ctx.save_for_backward(q, k, v, out, lse2, *inputs)
+        ctx.rest = spec, q_start, k_start
+        ctx.mark_non_differentiable(lse, lse2)
+        ctx.set_materialize_grads(False)
+        return out, lse, lse2
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # once: activation checkpointing gives them once
+        q, k, _, _, _, *inputs = saved
+        of_inputs: list[Any] = [None] * len(inputs)
+        if do is None:
+            return *[None] * 6, *of_inputs
         spec, *positions = ctx.rest
-
-        def run(do: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:
-            return run_backward((do, *saved), spec, *positions)
-
-        qkv, inputs = _gradients(ctx, do, spec, run)
-        return None, None, None, *qkv, *inputs
+        if isinstance(spec, str):
+            gradients = flash_backward(do, saved, spec, *positions)
+        else:
+            gradients = run_backward((do, *saved), spec, *positions)
+        if not inputs and len(gradients) == 3:  # as they are; a short call waits for the host
+            return None, None, None, *gradients
+        places = places_of_gradients(spec)
+        n_qkv = len(gradients) - len(places)
+        for place, gradient in zip(places, gradients[n_qkv:], strict=True):
+            of_inputs[place] = gradient
+        return None, None, None, *split_qkv_grad(gradients[:n_qkv], q, k), *of_inputs
 
 
 def is_selectively_recomputed() -> bool:
@@ -417,9 +401,9 @@ class FlashAttention(Attention):
             inputs = inputs._replace(horizons=horizons(q.detach(), k.detach(), inputs, spec, compiling))
         present = inputs.present() if call.has_inputs else []
         if compiling or is_selectively_recomputed():
-            out, lse, _ = flash_forward(q, k, v, present, spec.text(), *positions)
+            out, lse, _ = Flash.apply(spec.text(), *positions, q, k, v, *present)
         elif torch.is_grad_enabled():
-            out, lse, _ = Eager.apply(spec, *positions, q, k, v, *present)
+            out, lse, _ = Flash.apply(spec, *positions, q, k, v, *present)
         else:
             out, lse, _ = run_forward((q, k, v, *present), spec, *positions)
         return AttentionOutput(out if out.shape[-1] == D else out[..., :D], lse)

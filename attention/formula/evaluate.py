@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu import NAMESPACE
+from ..gpu import custom_operator
 from .graph import Node, topological
 from .operations import COMPARISONS, FUNCTIONS
 
@@ -161,8 +161,7 @@ def full_index(x: Tensor, index: Sequence[Any], b: Tensor) -> list[Tensor]:
     return [y.clamp(0, size - 1) for y, size in zip(tensors, x.shape, strict=True)]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::sum_of_entries", mutates_args=())
-def sum_of_entries(terms: Tensor, index: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+def add_entries(terms: Tensor, index: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """A tensor of `shape` with the sums of the terms at each index, added in fp64 in a fixed order."""
     if not index:
         return terms.double().sum().reshape(list(shape))
@@ -178,6 +177,6 @@ def sum_of_entries(terms: Tensor, index: Sequence[Tensor], shape: Sequence[int])
     return sums.view(*shape)
 
 
-@sum_of_entries.register_fake
-def _(terms: Tensor, index: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    return terms.new_empty(shape, dtype=torch.float64)
+sum_of_entries = custom_operator(
+    "sum_of_entries", add_entries, lambda terms, _, shape: terms.new_empty(shape, dtype=torch.float64)
+)

@@ -1,5 +1,6 @@
 """The custom operators that a compiled call reaches, and their arguments."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +9,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils._pytree import tree_map_only
 
-from attention import Attention
+from attention import Attention, AttentionOutput
+from tests.attention.reference import gradients
+from tests.equal import assert_equal
 
 BUILTIN = {"aten", "prims", "prim", "inductor", "higher_order", "profiler", "_c10d_functional", "cuda"}
 
@@ -26,10 +29,22 @@ class Recorder(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def compiled(attend: Attention, calls: dict[Any, tuple[Any, Any]]) -> Any:
+def compiled(attend: Attention | Callable[..., AttentionOutput], calls: dict[Any, tuple[Any, Any]]) -> Any:
     """`attend` as one graph; when it is called, forward or backward, `calls` gets each operator's arguments."""
 
     def recording(graph: torch.fx.GraphModule, _: Any) -> Any:
         return make_boxed_func(lambda *args: Recorder(graph, calls).run(*args))
 
     return torch.compile(attend, fullgraph=True, backend=aot_autograd(fw_compiler=recording, bw_compiler=recording))
+
+
+def assert_operators_keep_torchs_rules(
+    attend: Callable[..., AttentionOutput], *tensors: Tensor, **others: Tensor
+) -> list[str]:
+    """Compiled, as the arguments of `gradients`, it gives the same bits; returns the operators' names."""
+    calls: dict[Any, tuple[Any, Any]] = {}
+    eager, found = (gradients(f, *tensors, **others) for f in (attend, compiled(attend, calls)))
+    assert_equal(found, eager)
+    for operator, (args, kwargs) in calls.items():
+        torch.library.opcheck(operator, args, kwargs)
+    return [operator.overloadpacket.__name__ for operator in calls]

@@ -15,8 +15,8 @@ from attention import AttentionShape, Score, UnsupportedAttention, gpu
 from attention.flash import call as calls
 from attention.flash import tiles
 from attention.flash.call import Problem
-from attention.flash.op import flash_forward
-from attention.spec import Inputs, Spec
+from attention.spec import Spec
+from tests.attention.operators import assert_operators_keep_torchs_rules
 from tests.attention.reference import Case, assert_accurate, build, formula, gradients, with_part_of_the_mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -130,8 +130,8 @@ def test_a_negative_scale_does_not_overflow_fp16():
 def test_the_operator_keeps_torchs_rules_where_an_input_is_copied():
     """Because it is not aligned; test_flash_score.py has the other inputs."""
     x = torch.randn(1, 20, 3, 17, device=DEVICE)[..., 1:]
-    q, k, v = (part.requires_grad_() for part in projected(x, 1, 20))
-    torch.library.opcheck(flash_forward, (q, k, v, Inputs().present(), Spec(Score(), scale=0.25).text(), 0, 0))
+    q, k, v = projected(x, 1, 20)
+    assert assert_operators_keep_torchs_rules(flash(), q, k, v, q) == ["flash_forward", "flash_backward"]
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from attention import AttentionConfig, Layout, Score
-from attention.dropout import drop_threshold
 from attention.flash.call import Problem
 from attention.flash.formula import numbers_of_keys
-from attention.flash.op import flash_forward, flash_horizons, run_horizons
-from attention.spec import Inputs, Spec
+from attention.flash.op import run_horizons
+from attention.spec import Spec
 from tests.attention.contract import SCORE_CASES
+from tests.attention.operators import assert_operators_keep_torchs_rules
 from tests.attention.reference import (
     KEY,
     Case,
@@ -100,19 +100,17 @@ def test_queries_and_keys_that_stand_anywhere(score, q_start, k_start, horizons)
 
 @pytest.mark.slow
 def test_the_operator_keeps_torchs_rules_with_all_its_tensors():
-    x = torch.randn(1, 40, 4, 16, device=DEVICE)
-    q, k, v = (part.requires_grad_() for part in projected(x, 1, 40))
+    q, k, v = projected(torch.randn(1, 40, 4, 16, device=DEVICE), 1, 40)
     starts = torch.zeros(1, 40, dtype=torch.int32, device=DEVICE)
-    inputs = Inputs(
-        key=KEY.pack(torch.device(DEVICE)),
+    attend = partial(
+        flash(dropout=0.1),
+        score=Score(window=30, soft_cap=2.0, alibi=True, sinks=True),
+        layout=Layout(document_starts=starts, document_ends=starts + 40),
         slopes=torch.tensor([0.5, 0.25], device=DEVICE),
-        sinks=torch.tensor([0.5, -0.5], device=DEVICE, requires_grad=True),
-        starts=starts,
-        ends=starts + 40,
+        dropout_key=KEY.pack(torch.device(DEVICE)),
     )
-    score = Score(window=30, soft_cap=2.0, alibi=True, sinks=True)
-    spec = Spec(score, scale=0.25, documents=True, offsets=True, threshold=drop_threshold(0.1))
-    torch.library.opcheck(flash_forward, (q, k, v, inputs.present(), spec.text(), 0, 0))
+    sinks = torch.tensor([0.5, -0.5], device=DEVICE)
+    assert_operators_keep_torchs_rules(attend, q, k, v, q, sinks=sinks)
 
 
 # Of these slopes the first leaves a query nothing but its neighbours, and the last two have no horizon.
@@ -189,16 +187,9 @@ def test_numbers_that_are_not_finite_leave_no_horizon(bad, soft_cap):
 
 def test_horizons_compile_with_the_call(horizons):
     case, slopes = replace(FAR, T=70, S=70), torch.tensor(SLOPES, device=DEVICE)
-    tensors, attend = case.tensors(torch.float32, DEVICE), flash()
-
-    def run(attend: Any) -> dict[str, Tensor]:
-        return gradients(lambda *qkv: attend(*qkv, score=case.score, slopes=slopes), *tensors)
-
-    torch._dynamo.reset()
-    assert_equal(run(torch.compile(attend.__call__, fullgraph=True, backend="aot_eager")), run(attend))
-    q, k = (x.requires_grad_() for x in tensors[:2])
-    spec = Spec(Score(alibi=True, soft_cap=3.0), scale=0.25)
-    torch.library.opcheck(flash_horizons, (q, k, slopes, spec.text()))
+    attend = partial(flash(), score=case.score, slopes=slopes)
+    names = assert_operators_keep_torchs_rules(attend, *case.tensors(torch.float32, DEVICE))
+    assert names == ["flash_horizons", "flash_forward", "flash_backward"]
 
 
 def forgetting(S: int) -> Tensor:

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, AttentionOutput, KernelPath, Score, build_attention, keep_mask
-from attention.dropout import drop_threshold
 from attention.flash.hopper.configs import forward_blocks
-from attention.flash.op import flash_forward
-from attention.spec import Inputs, Spec
+from tests.attention.operators import assert_operators_keep_torchs_rules
 from tests.attention.reference import KEY, Case, assert_accurate, formula
 from tests.equal import assert_equal
 from tests.gpu.needs import A_HOPPER_GPU, EACH_SIZE
@@ -172,9 +170,9 @@ def test_scale_may_have_any_sign(scale):
 
 
 def test_the_operator_keeps_torchs_rules():
-    q, k, v = (x.requires_grad_() for x in Case(2, 4, 2, 150, 150, 64).tensors(torch.bfloat16, "cuda")[:3])
-    spec = Spec(Score(), scale=0.125, threshold=drop_threshold(0.1), path="hopper")
-    torch.library.opcheck(flash_forward, (q, k, v, Inputs(key=KEY.pack(q.device)).present(), spec.text(), 0, 0))
+    tensors = Case(2, 4, 2, 150, 150, 64).tensors(torch.bfloat16, "cuda")
+    attend = partial(flash(0.1), dropout_key=KEY.pack(tensors[0].device))
+    assert assert_operators_keep_torchs_rules(attend, *tensors) == ["flash_forward", "flash_backward"]
 
 
 @pytest.mark.parametrize(("D", "T"), [(64, 300), (128, 300), (256, 300), (64, 16400)])
