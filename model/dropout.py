@@ -86,6 +86,6 @@ def draw_bits(key: Tensor, p: float, n_sites: int, B: int, T: int, C: int) -> Te
     return torch.stack(sequences, dim=1)
 
 
-@draw_bits.register_fake
-def _(key: Tensor, p: float, n_sites: int, B: int, T: int, C: int) -> Tensor:
-    return key.new_empty(n_sites, B, T, -(-C // 64) * 8, dtype=torch.uint8)
+draw_bits.register_fake(
+    lambda key, _, n_sites, B, T, C: key.new_empty(n_sites, B, T, -(-C // 64) * 8, dtype=torch.uint8)
+)

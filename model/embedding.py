@@ -17,9 +17,7 @@ def lookup_gradient(d_out: Tensor, tokens: Tensor, rows: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(d_out, tokens, rows, -1, False)
 
 
-@lookup_gradient.register_fake
-def _(d_out: Tensor, tokens: Tensor, rows: int) -> Tensor:
-    return d_out.new_empty(rows, d_out.shape[-1])
+lookup_gradient.register_fake(lambda d_out, _, rows: d_out.new_empty(rows, d_out.shape[-1]))
 
 
 class Lookup(torch.autograd.Function):

@@ -278,14 +278,8 @@ def gelu_gradient(dy: Tensor, weight: Tensor, h: Tensor) -> Tensor:
     return dh
 
 
-@linear_gelu.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight))
-
-
-@gelu_gradient.register_fake
-def _(dy: Tensor, weight: Tensor, h: Tensor) -> Tensor:
-    return torch.empty_like(h)
+linear_gelu.register_fake(lambda x, weight, _: (x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight))))
+gelu_gradient.register_fake(lambda dy, weight, h: torch.empty_like(h))
 
 
 def gelu_derivative(h: Tensor) -> Tensor:

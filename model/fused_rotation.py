@@ -86,9 +86,7 @@ def normed_rotation_gradient(
     return ((d - n * (d * n).mean(-1, keepdim=True)) * r).to(x.dtype).contiguous(), dw
 
 
-@normed_rotation.register_fake
-def _(x: Tensor, *others: Any) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+normed_rotation.register_fake(lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
 
 @normed_rotation_gradient.register_fake
