@@ -40,7 +40,7 @@ BUDGETS = {
     "recipe/compare": 29_750,
     "recipe": 2_700,
     "learn": 8_750,
-    "bench": 20_100,
+    "bench": 20_150,
     "docs": 500,
     "records": 300,
     ".": 5_000,

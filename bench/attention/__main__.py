@@ -10,8 +10,7 @@ In bf16. The length grows; the tokens of a batch and the hidden size stay the sa
 a batch by itself. A forward pass counts as 4 B H T T D FLOPs, visible keys only, and a backward pass as 2.5 times as
 many. Memory is the peak of one forward and backward pass above its inputs, so it includes the output and the gradients.
 Errors are relative, ||x - x_fp32|| / ||x_fp32||, for the first head of the first sequence. A row names the kernels that
-ran (`path`) and gives the time of the first forward and backward pass, compilation included. Running out of memory is
-a result.
+ran (`path`). Running out of memory is a result.
 
 Rows go to bench/results/attention-<device>.json after each problem, and tables beside it at the end. A new measurement
 replaces the earlier one of the same problem, so the work can be split: --masks causal, then --masks full. With --only,
@@ -19,7 +18,6 @@ results go to attention-selection-<device>.json, or to the file of --name.
 """
 
 import argparse
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -31,7 +29,7 @@ from attention import AttentionConfig, UnsupportedAttention, build_attention
 from attention.scores.alibi import alibi_slopes
 from bench.attention.peers import KEY, PACKAGES, PATHS, VARIANTS, Attend, Candidate, Problem, candidates
 from bench.machine import device_name, require_gpu
-from bench.measure import interleaved, peak_bytes, release, synchronise
+from bench.measure import interleaved, peak_bytes, release
 from bench.record import Recorder, Row, command_line, pivot, read, recording, result_file, write_table
 from recipe.errors import sentence_of
 from recipe.wording import short_length
@@ -92,12 +90,10 @@ def try_out(
     expected: list[Tensor] | None,
     device: torch.device,
 ) -> Row:
-    """Run a candidate once for its errors and the time of a first call, and once for its memory."""
-    begin = time.perf_counter()
+    """Run a candidate once for its errors, and once for its memory."""
     out = attend(*inputs)
     gradients = torch.autograd.grad(out, inputs, dout)
-    synchronise(device)
-    row: Row = {"status": "measured", "error": None, "first_call_s": round(time.perf_counter() - begin, 6)}
+    row: Row = {"status": "measured", "error": None}
     if expected is not None:
         heads = [x.detach()[:1, :1].float() for x in (out, *gradients[:3])]
         errors = [((x - e).norm() / e.norm()).item() for x, e in zip(heads, expected, strict=True)]

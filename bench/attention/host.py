@@ -2,9 +2,10 @@
 
     python -m bench.attention.host      a minute on a GPU
 
-B 1, H 8, T 256, D 64, bf16. Calls are queued behind a long kernel, so that the GPU's time does not count; the least of
-several repeats. Beside it what that leaves of the GPU's speed where calls of 16 x 1,024 tokens, 2,048 channels, follow
-each other. Rows go to bench/results/host-<device>.json, with a table beside it.
+B 1, H 8, T 256, D 64, bf16. Calls are queued behind a long kernel, so that the GPU's time does not count. The
+candidates take turns, and the least counts: what comes in between is another program's. Beside it what that leaves of
+the GPU's speed where calls of 16 x 1,024 tokens, 2,048 channels, follow each other. Rows go to
+bench/results/host-<device>.json, with a table beside it.
 """
 
 import time
@@ -25,7 +26,7 @@ from recipe.wording import markdown_table as table
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 B, H, T, D = 1, 8, 256, 64
 AT_1K = ("flash", "SDPA, cuDNN", "SDPA, FlashAttention-2")
-CALLS, REPEATS, PAUSE_CYCLES = 40, 15, 200_000_000
+CALLS, REPEATS, TURNS, PAUSE_CYCLES = 40, 3, 6, 200_000_000
 
 
 def torchs(backend: SDPBackend) -> Attend:
@@ -68,9 +69,20 @@ def candidates(device: torch.device) -> dict[str, tuple[int, Attend]]:
     }
 
 
+def measured(attend: Attend, heads: int, device: torch.device) -> dict[str, float]:
+    """Microseconds of the host for a forward pass, and for both where there are gradients."""
+    q, k, v = (
+        torch.randn(B, n, T, D, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (H, heads, heads)
+    )
+    with torch.no_grad():
+        us = {"forward_us": 1e6 * least_s(partial(attend, q, k, v), queued=True)}
+    if attend(q, k, v).requires_grad:
+        us["both_us"] = 1e6 * least_s(partial(trained, attend, (q, k, v), torch.randn_like(q)), queued=True)
+    return us
+
+
 def least_s(call: Callable[[], object], queued: bool) -> float:
-    """Seconds of a call among calls that follow each other, the least of several repeats: what comes in between is
-    another program's.
+    """Seconds of a call among calls that follow each other, the least of several repeats.
 
     queued  behind a long kernel, so that the host's time counts alone
     """
@@ -112,18 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     require_gpu(parser)
     device = torch.device("cuda", torch.cuda.current_device())
+    calls = candidates(device)
+    turns = [{name: measured(attend, heads, device) for name, (heads, attend) in calls.items()} for _ in range(TURNS)]
     with recording(args, arguments, ("name",), device, B=B, H=H, T=T, D=D) as recorder:
-        for name, (heads, attend) in candidates(device).items():
-            q, k, v = (
-                torch.randn(B, n, T, D, device=device, dtype=torch.bfloat16, requires_grad=True)
-                for n in (H, heads, heads)
-            )
-            with torch.no_grad():
-                forward = 1e6 * least_s(partial(attend, q, k, v), queued=True)
-            row = {"name": name, "forward_us": round(forward, 1)}
-            if attend(q, k, v).requires_grad:
-                both = partial(trained, attend, (q, k, v), torch.randn_like(q))
-                row["both_us"] = round(1e6 * least_s(both, queued=True), 1)
+        for name, (_, attend) in calls.items():
+            row = {"name": name, **{key: round(min(turn[name][key] for turn in turns), 1) for key in turns[0][name]}}
             if name in AT_1K:
                 row |= {f"tflops_{D}": eager_tflops(attend, D, device) for D in (64, 128)}
             recorder.add(row)
