@@ -30,7 +30,7 @@ BUDGETS = {
     "attention/check": 32_900,
     "attention/flash": 72_000,
     "attention": 46_700,
-    "mixers": 10_350,
+    "mixers": 10_900,
     "model": 23_600,
     "data": 18_160,
     "recipe/run": 27_150,

@@ -1,7 +1,7 @@
 """The kernels of flash-linear-attention (https://github.com/fla-org/flash-linear-attention), an optional package."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
@@ -23,6 +23,7 @@ KERNELS = {
 }
 
 
+@lru_cache(maxsize=8)
 def check_device(device: torch.device) -> None:
     """Raise MixerError where the kernels cannot run."""
     if device.type != "cuda":
@@ -46,8 +47,11 @@ def check_gradients(recurrence: Recurrence, device: torch.device) -> None:
         )
 
 
-def fla(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> tuple[Tensor, Tensor]:
-    """The output (B, H, T, V) in v's dtype, and the last state (B, H, K, V) in fp32. Raises MixerError."""
+def fla(inputs: MixerInputs, recurrence: Recurrence, scale: float, unit: bool = False) -> tuple[Tensor, Tensor]:
+    """The output (B, H, T, V) in v's dtype, and the last state (B, H, K, V) in fp32. Raises MixerError.
+
+    unit  whether the kernels first divide q and k by their lengths; those of the delta rule can
+    """
     check_device(inputs.v.device)
     if recurrence not in KERNELS:
         raise MixerError(f"mixer=fla has no kernel for decay={recurrence.decay.value} with the delta rule.")
@@ -55,7 +59,36 @@ def fla(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> tuple[Tens
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
         check_gradients(recurrence, inputs.v.device)
     name = KERNELS[recurrence]
-    return through_package(getattr(import_module(f"fla.ops.{name}"), f"chunk_{name}"), inputs, recurrence, scale)
+    function = getattr(import_module(f"fla.ops.{name}"), f"chunk_{name}")
+    if unit:
+        function = partial(function, use_qk_l2norm_in_kernel=True)
+    return through_package(function, inputs, recurrence, scale)
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None) -> Tensor:
+    """SiLU of a causal convolution (C, taps) of each channel of x (B, T, C); no tap crosses a document."""
+    function = import_module("fla.modules.causal_conv1d").causal_conv1d
+    if documents is None:
+        return function(x, weight, bias, activation="silu")[0]
+    starts = ends_after_starts(documents)
+    return function(x.flatten(0, 1)[None], weight, bias, activation="silu", cu_seqlens=starts)[0].view(x.shape)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, activation: str, eps: float) -> Tensor:
+    """x over the root of its last axis' mean square, times weight and activation(gate); silu or sigmoid."""
+    function = import_module("fla.modules.norm.fused_norm_gate").rms_norm_gated
+    return function(x, gate, weight, None, activation="swish" if activation == "silu" else activation, eps=eps)
+
+
+def step_decays(steps: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """-exp(A_log) softplus(steps + dt_bias) in fp32, for steps (B, T, H, K), A_log (H,) and dt_bias (H K,)."""
+    return import_module("fla.ops.kda.gate").fused_kda_gate(steps, A_log, dt_bias)
+
+
+def ends_after_starts(documents: Tensor) -> Tensor:
+    """Where each document of rows (B, T) begins, one row after the other, and where the last ends."""
+    starts = document_starts(documents).flatten().nonzero()[:, 0]
+    return torch.cat([starts, starts.new_tensor([documents.numel()])]).to(torch.int32)
 
 
 def through_package(
@@ -84,11 +117,9 @@ def through_package(
         return out.transpose(1, 2), state
     if inputs.initial is not None:
         raise MixerError("mixer=fla takes no initial state together with documents; choose mixer=chunked.")
-    starts = document_starts(inputs.documents).flatten().nonzero()[:, 0]
-    lengths = torch.cat([starts, starts.new_tensor([B * T])]).to(torch.int32)
+    starts = ends_after_starts(inputs.documents)
     options = {name: x.flatten(0, 1)[None] if isinstance(x, Tensor) else x for name, x in options.items()}
-    out, states = function(*(x.flatten(0, 1)[None] for x in (q, k, v)), cu_seqlens=lengths, **options)
-    last = (
-        torch.searchsorted(starts, torch.arange(1, B + 1, device=starts.device) * T) - 1
-    )  # document of each row's end
+    out, states = function(*(x.flatten(0, 1)[None] for x in (q, k, v)), cu_seqlens=starts, **options)
+    ends = torch.arange(1, B + 1, device=starts.device, dtype=torch.int32) * T
+    last = torch.searchsorted(starts, ends) - 1  # the document at each row's end
     return out[0].unflatten(0, (B, T)).transpose(1, 2), states[last]

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import mix
+from .fla import check_device, convolution, gated_norm, step_decays
 from .recurrence import Decay, MixerError, Recurrence, document_starts
 
 TAPS = 4  # tokens that a short convolution sees
@@ -78,9 +79,16 @@ class ShortConvolution(nn.Module):
         nn.init.uniform_(self.weight, -(TAPS**-0.5), TAPS**-0.5)  # as nn.Conv1d
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
 
-    def forward(self, x: Tensor, documents: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output for x (B, T, channels), and the last TAPS - 1 inputs; before: those before x, of its document."""
+    def forward(
+        self, x: Tensor, documents: Tensor | None, before: Tensor | None, fused: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The output for x (B, T, channels), and the last TAPS - 1 inputs; before: those before x, of its document.
+
+        fused  whether flash-linear-attention's kernel computes it where nothing is before x
+        """
         B, T, channels = x.shape
+        if fused and before is None:
+            return convolution(x, self.weight, self.bias, documents), x[:, 1 - TAPS :]
         if before is None:
             before = x.new_zeros(B, TAPS - 1, channels)
         inputs = torch.cat([before.to(x.dtype), x], dim=1)
@@ -105,6 +113,16 @@ class RecurrentLayer(nn.Module):
     value_dim: int
     mixer: str
     conv: ShortConvolution | None
+
+    def is_fused(self, x: Tensor) -> bool:
+        """Whether the package's kernels also compute what stands around the recurrence, which a compiler fuses itself.
+
+        Raises MixerError where they cannot run.
+        """
+        fused = self.mixer == "fla" and x.shape[1] >= TAPS and not torch.compiler.is_compiling()
+        if fused:
+            check_device(x.device)
+        return fused
 
     def mixed(
         self, q: Tensor, k: Tensor, v: Tensor, before: MixerState, documents: Tensor | None, **options: Any
@@ -165,27 +183,34 @@ class LinearAttention(RecurrentLayer):
         state      of the tokens before, where x goes on with a sequence
         """
         B, T, _ = x.shape
+        fused = self.is_fused(x)
         before = state or MixerState(None, None, torch.zeros(B, dtype=torch.long, device=x.device))
         qkv, inputs = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1), None
         if self.conv is not None:
-            qkv, inputs = self.conv(qkv, documents, before.inputs)
-        keys = 2 * self.n_heads * self.key_dim
-        qk, v = qkv[..., :keys].unflatten(-1, (-1, self.key_dim)), qkv[..., keys:].unflatten(-1, (-1, self.value_dim))
-        qk = self.prepared(qk, before.tokens, documents)
+            qkv, inputs = self.conv(qkv, documents, before.inputs, fused)
+        qk, v = qkv.split([2 * self.n_heads * self.key_dim, self.n_heads * self.value_dim], dim=-1)
+        qk = self.prepared(qk.unflatten(-1, (-1, self.key_dim)), before.tokens, documents)
+        v = v.unflatten(-1, (-1, self.value_dim))
         q, k, v = (y.transpose(1, 2) for y in (*qk.chunk(2, dim=2), v))  # (B, H, T, D)
         beta = None if self.b_proj is None else self.b_proj(x).float().sigmoid().transpose(1, 2)
-        log_decay = None if self.decay is None else self.decay(x)
-        out, recurrent = self.mixed(q, k, v, before, documents, log_decay=log_decay, beta=beta)
-        out = rms_norm(out.transpose(1, 2), self.o_norm)  # (B, T, H, V)
-        if self.g_proj is not None:
-            gate = self.g_proj(x).unflatten(-1, (self.n_heads, -1)).float()
-            out = out * (F.silu(gate) if self.kind.gate == "silu" else gate.sigmoid())
+        log_decay = None if self.decay is None else self.decay(x, fused)
+        out, recurrent = self.mixed(
+            q, k, v, before, documents, log_decay=log_decay, beta=beta, unit=self.kind.keys == "l2"
+        )
+        out, gate = (
+            out.transpose(1, 2),
+            None if self.g_proj is None else self.g_proj(x).unflatten(-1, (self.n_heads, -1)),
+        )
+        if fused and gate is not None:
+            out = gated_norm(out, gate, self.o_norm, self.kind.gate, EPS)  # (B, T, H, V)
+        else:
+            out = rms_norm(out, self.o_norm)
+            if gate is not None:
+                out = out * (F.silu if self.kind.gate == "silu" else F.sigmoid)(gate.float())
         return self.o_proj(out.to(x.dtype).flatten(-2)), MixerState(recurrent, inputs, before.tokens + T)
 
     def prepared(self, x: Tensor, tokens: Tensor, documents: Tensor | None) -> Tensor:
         """Queries and keys x (B, T, 2 H, K) as the recurrence takes them; tokens (B,) came before."""
-        if self.kind.keys == "l2":
-            return unit(x)
         if self.kind.keys == "elu":
             return F.elu(x) + 1
         if self.kind.keys == "rotary":
@@ -213,9 +238,12 @@ class Rates(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.dt_bias = nn.Parameter(initial_steps(rates))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, H, T, K or 1)."""
-        steps = F.softplus(self.proj(x).float() + self.dt_bias).unflatten(-1, (len(self.A_log), -1))
+    def forward(self, x: Tensor, fused: bool = False) -> Tensor:
+        """(B, H, T, K or 1); fused: by flash-linear-attention's kernel."""
+        steps = self.proj(x).unflatten(-1, (len(self.A_log), -1))
+        if fused:
+            return step_decays(steps, self.A_log, self.dt_bias).transpose(1, 2)
+        steps = F.softplus(steps.float() + self.dt_bias.view(steps.shape[2:]))
         return (-self.A_log.exp()[:, None] * steps).transpose(1, 2)
 
 
@@ -229,7 +257,7 @@ class LogisticRates(nn.Module):
         self.heads = layer.n_heads
         self.proj = low_rank(n_embd, self.RANK, layer.n_heads * layer.key_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, fused: bool = False) -> Tensor:
         """(B, H, T, K)."""
         logits = self.proj(x).float().unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return F.logsigmoid(logits) / self.TEMPERATURE
@@ -242,7 +270,7 @@ class FixedRates(nn.Module):
         super().__init__()
         self.heads = layer.n_heads
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, fused: bool = False) -> Tensor:
         """(B, H, T, 1)."""
         heads = torch.arange(self.heads, dtype=torch.float64, device=x.device)
         rates = torch.log1p(-(2.0 ** (-5 - heads))).float()
@@ -289,7 +317,7 @@ class Mamba2(RecurrentLayer):
         B, T, _ = x.shape
         before = state or MixerState(None, None, torch.zeros(B, dtype=torch.long, device=x.device))
         gate, inner, dt = self.in_proj(x).split([self.width, self.width + 2 * self.key_dim, self.n_heads], dim=-1)
-        inner, inputs = self.conv(inner, documents, before.inputs)
+        inner, inputs = self.conv(inner, documents, before.inputs, self.is_fused(x))
         values, key, query = inner.split([self.width, self.key_dim, self.key_dim], dim=-1)
         v = values.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # (B, H, T, V)
         q, k = (y[:, None].expand(B, self.n_heads, T, self.key_dim) for y in (query, key))
@@ -324,12 +352,6 @@ def initial_steps(count: int) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """x over the root of its last axis' mean square, times weight, in fp32."""
     return F.rms_norm(x.float(), x.shape[-1:], weight.float(), EPS)
-
-
-def unit(x: Tensor) -> Tensor:
-    """x (..., K) of length 1, as x / sqrt(|x|^2 + 1e-6): its norm by the mean of squares, over sqrt(K)."""
-    K = x.shape[-1]
-    return (F.rms_norm(x.float(), (K,), eps=1e-6 / K) * K**-0.5).to(x.dtype)
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:

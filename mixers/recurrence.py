@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -87,3 +88,9 @@ def document_starts(documents: Tensor) -> Tensor:
     """Where a document begins: (B, T) booleans, the first token of each row included."""
     first = torch.ones_like(documents[:, :1], dtype=torch.bool)
     return torch.cat([first, documents[:, 1:] != documents[:, :-1]], dim=1)
+
+
+def of_length_1(x: Tensor) -> Tensor:
+    """x (..., K) / sqrt(|x|^2 + 1e-6): its norm by the mean of squares, over sqrt(K)."""
+    K = x.shape[-1]
+    return (F.rms_norm(x.float(), (K,), eps=1e-6 / K) * K**-0.5).to(x.dtype)

@@ -83,3 +83,25 @@ def test_a_layer_computes_what_the_packages_layer_computes(name: str) -> None:
         assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
             assert distance(ours(x)[0], theirs(x)[0]) < 0.02
+
+
+@pytest.mark.parametrize(("name", "documents"), [("retnet", False), ("gdn", False), ("kda", True), ("mamba2", True)])
+def test_a_layers_gradients_are_those_of_plain_pytorch(name: str, documents: bool) -> None:
+    """With the package's kernels around the recurrence beside none of them."""
+    torch.manual_seed(0)
+    layers = {way: build_mixer(name, 256, 4, way).cuda() for way in ("fla", "chunked")}
+    layers["chunked"].load_state_dict(layers["fla"].state_dict())
+    x = torch.randn(2, 200, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    numbers = (torch.arange(400, device="cuda").view(2, 200) // 90) if documents else None
+    results = []
+    for layer in layers.values():
+        try:
+            with torch.autocast("cuda", torch.bfloat16):
+                out, state = layer(x, numbers)
+        except MixerError as error:
+            pytest.skip(str(error))
+        loss = out.float().square().sum()
+        results.append([out, state.inputs, *torch.autograd.grad(loss, [x, *layer.parameters()])])
+    names = ["out", "inputs", "x", *dict(layers["fla"].named_parameters())]
+    for label, found, expected in zip(names, *results, strict=True):
+        assert found is expected is None or distance(found, expected) < 0.02, label
