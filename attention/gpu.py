@@ -80,17 +80,18 @@ class DeviceOf(torch.cuda.device_of):
             torch.cuda.is_current_stream_capturing()
 
 
-def custom_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """A function of tensors as a custom operator, opaque to torch.compile and without a gradient.
+def custom_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any] | None) -> Any:
+    """A function of tensors as a custom operator that torch.compile's tracer does not look into.
 
-    torch.library.custom_op gives it one, for which a call takes half as long again.
+    An operator has no gradient. torch.library.custom_op gives it one, for which a call takes half as long again.
 
-    fake  its results for tensors without data
+    fake  its results for tensors without data; None: a compiled graph has the operators that it calls, in its place
     """
-    path = f"{NAMESPACE}::{name}"
+    path, key = f"{NAMESPACE}::{name}", "CompositeExplicitAutograd" if fake else "CompositeImplicitAutograd"
     torch.library.define(path, torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(path, "CompositeExplicitAutograd", function)
-    torch.library.register_fake(path, fake)
+    torch.library.impl(path, key, function)
+    if fake is not None:
+        torch.library.register_fake(path, fake)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 

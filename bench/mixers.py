@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from triton.runtime.autotuner import Autotuner
 
 from bench.machine import require_gpu
-from bench.measure import Timing, interleaved, peak_bytes
+from bench.measure import Timing, interleaved
 from bench.record import Row, command_line, pivot, read, recording, write_table
 from mixers.cases import DTYPES
 from mixers.check import RECURRENCES, check, named
@@ -70,21 +70,16 @@ def judged(name: str, dtype: str) -> Row:
 
 
 def timed(name: str, tokens: int) -> Iterator[Row]:
-    """Milliseconds and GiB of a layer's forward and backward pass over one sequence."""
+    """Milliseconds of a layer's forward and backward pass over one sequence."""
     ours, chunked = (build_mixer(name, CHANNELS, HEADS, mixer).cuda() for mixer in ("fla", "chunked"))
     package, compiled = packages_layer(name, CHANNELS, HEADS).cuda(), torch.compile(ours, dynamic=False)
     layers: dict[str, Any] = {"package": package, "ours": ours, "compiled": compiled, "chunked": chunked}
     x = torch.randn(1, tokens, CHANNELS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    passes = {way: partial(forward_backward, layer, x) for way, layer in layers.items()}
-    peaks = {}
-    for way, run in passes.items():
-        run()
-        peaks[way] = (peak_bytes(run, x.device) or 0) / 2**30
-    prepared = {way: (lambda run=run: run) for way, run in passes.items()}
+    prepared = {way: partial(partial, forward_backward, layer, x) for way, layer in layers.items()}
     for way, timing in interleaved(prepared, x.device, SECONDS).items():
         if not isinstance(timing, Timing):
             raise timing
-        yield {"part": "layer", "mixer": name, "way": way, "tokens": tokens, "gib": peaks[way], **timing._asdict()}
+        yield {"part": "layer", "mixer": name, "way": way, "tokens": tokens, **timing._asdict()}
 
 
 def forward_backward(layer: nn.Module, x: Tensor) -> None:
@@ -111,8 +106,8 @@ def times(rows: Sequence[Row]) -> str:
     lines = []
     for name, tokens in dict.fromkeys((name, tokens) for name, tokens, _ in layers):
         package, *ours = (layers[name, tokens, way] for way in ("package", "ours", "compiled", "chunked"))
-        cells = [f"{row['ms']:.2f} ms ({row['ms'] / package['ms']:.2f}), {row['gib']:.1f} GiB" for row in ours]
-        lines.append([f"`{name}`", f"{tokens:,}", f"{package['ms']:.2f} ms, {package['gib']:.1f} GiB", *cells])
+        cells = [f"{row['ms']:.2f} ms ({row['ms'] / package['ms']:.2f})" for row in ours]
+        lines.append([f"`{name}`", f"{tokens:,}", f"{package['ms']:.2f} ms", *cells])
     head = ["mixer", "tokens", "the package's layer", "mixer=fla", "mixer=fla, compiled", "mixer=chunked"]
     return markdown_table(head, lines)
 

@@ -1,13 +1,13 @@
 """The kernels as torch custom operators, and the attention that calls them.
 
-Custom operators are opaque to torch.compile and carry their own shapes and gradients, so a compiled model has no graph
+torch.compile does not look into custom operators and knows their results' shapes, so a compiled model has no graph
 break; the dropout key is a tensor among their arguments, so new steps and replayed CUDA graphs draw new masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ..decode.cache import Cache
 from ..dropout import drop_threshold
 from ..errors import Option, UnsupportedAttention
 from ..formula.hoist import scaled_queries as scale
-from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE, DeviceOf, constant_when_compiled, custom_operator
+from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE, DeviceOf, custom_operator
 from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
 from ..options import ProductPrecision
 from ..scores import OPTIONS
@@ -153,9 +153,11 @@ def horizons(q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, compiling: bool) 
     return (flash_key_horizons if compiling else run_key_horizons)(q, k, x, factors, text)
 
 
-def run_forward(tensors: Sequence[Tensor], spec: Spec, q_start: int, k_start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and lse2 as `forward` gives them; tensors are q, k, v and `Inputs.present`."""
-    return replayed(compute_forward, tensors, spec, q_start, k_start)
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: Spec, *positions: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and lse2 as `forward` gives them; inputs, spec and positions are those of a KernelCall."""
+    return replayed(compute_forward, (q, k, v, *inputs), spec, *positions)
 
 
 def compute_forward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,20 +184,21 @@ def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 def forward_from_text(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int, k_start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`run_forward`; inputs, spec and positions are those of a KernelCall."""
-    return run_forward((q, k, v, *inputs), Spec.read(spec), q_start, k_start)
+    """`run_forward`."""
+    return run_forward(q, k, v, inputs, Spec.read(spec), q_start, k_start)
 
 
 flash_forward = custom_operator("flash_forward", forward_from_text, fake_forward)
 
 
-def run_backward(tensors: Sequence[Tensor], spec: Spec, q_start: int, k_start: int) -> list[Tensor]:
+def run_backward(do: Tensor, saved: Sequence[Tensor], spec: Spec, *positions: int) -> list[Tensor]:
     """The gradients of q, k and v, as `empty_gradients` lays them out, of learned tensors, of slopes that are learned,
     of the sinks, and of factors that are learned.
 
-    tensors  the gradient of out, then q, k, v, out, lse2 and `Inputs.present`
+    do     the gradient of out
+    saved  q, k, v, out, lse2 and `Inputs.present`
     """
-    return [*replayed(compute_backward, tensors, spec, q_start, k_start)]
+    return [*replayed(compute_backward, (do, *saved), spec, *positions)]
 
 
 def compute_backward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> list[Tensor]:
@@ -229,23 +232,21 @@ def compute_backward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> 
 def fake_backward(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> list[Tensor]:
     """Room for `flash_backward`'s results."""
     q, k, v, _out, _lse, *inputs = saved
-    others = (inputs[place] for place in places_of_gradients(spec))
+    others = (inputs[place] for place in places_of_gradients(Spec.read(spec)))
     return [*empty_gradients(q, k, v), *(x.new_empty(x.shape) for x in others)]
 
 
 def backward_from_text(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
-    """`run_backward`; the inputs of `flash_forward` follow in `saved`."""
-    return run_backward((do, *saved), Spec.read(spec), q_start, k_start)
+    """`run_backward`."""
+    return run_backward(do, saved, Spec.read(spec), q_start, k_start)
 
 
 flash_backward = custom_operator("flash_backward", backward_from_text, fake_backward)
 
 
-@constant_when_compiled
-def places_of_gradients(spec: Spec | str) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def places_of_gradients(spec: Spec) -> tuple[int, ...]:
     """The places, in `Inputs.present`, of the tensors whose gradients follow those of q, k and v."""
-    if isinstance(spec, str):
-        spec = Spec.read(spec)
     names = spec.inputs()
     asked = {"slopes": spec.slopes, "sinks": "sinks" in names, "factors": spec.factors == "learned"}
     return *spec.learned, *(spec.computed + names.index(name) for name, is_asked in asked.items() if is_asked)
@@ -281,10 +282,8 @@ class Flash(torch.autograd.Function):
     def forward(
         ctx: Any, spec: Spec | str, q_start: int, k_start: int, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if isinstance(spec, str):
-            out, lse, lse2 = flash_forward(q, k, v, inputs, spec, q_start, k_start)
-        else:
-            out, lse, lse2 = run_forward((q, k, v, *inputs), spec, q_start, k_start)
+        run: Any = flash_forward if isinstance(spec, str) else run_forward
+        out, lse, lse2 = run(q, k, v, inputs, spec, q_start, k_start)
         ctx.save_for_backward(q, k, v, out, lse2, *inputs)
         ctx.rest = spec, q_start, k_start
         ctx.mark_non_differentiable(lse, lse2)
@@ -299,17 +298,24 @@ class Flash(torch.autograd.Function):
         if do is None:
             return *[None] * 6, *of_inputs
         spec, *positions = ctx.rest
-        if isinstance(spec, str):
-            gradients = flash_backward(do, saved, spec, *positions)
-        else:
-            gradients = run_backward((do, *saved), spec, *positions)
+        run: Any = flash_backward if isinstance(spec, str) else run_backward
+        gradients = run(do, saved, spec, *positions)
         if not inputs and len(gradients) == 3:  # as they are; a short call waits for the host
             return None, None, None, *gradients
-        places = places_of_gradients(spec)
+        places = places_of_gradients(Spec.read(spec) if isinstance(spec, str) else spec)
         n_qkv = len(gradients) - len(places)
         for place, gradient in zip(places, gradients[n_qkv:], strict=True):
             of_inputs[place] = gradient
         return None, None, None, *split_qkv_grad(gradients[:n_qkv], q, k), *of_inputs
+
+
+@wraps(forward_from_text)
+def flash_from_text(q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], *rest: Any) -> Any:
+    """`Flash` for torch.compile: what it saves is recomputed too, as torch 2.11 does for operators alone."""
+    return Flash.apply(*rest, q, k, v, *inputs)
+
+
+flash = custom_operator("flash", flash_from_text, None)
 
 
 def is_selectively_recomputed() -> bool:
@@ -401,11 +407,11 @@ class FlashAttention(Attention):
             inputs = inputs._replace(horizons=horizons(q.detach(), k.detach(), inputs, spec, compiling))
         present = inputs.present() if call.has_inputs else []
         if compiling or is_selectively_recomputed():
-            out, lse, _ = Flash.apply(spec.text(), *positions, q, k, v, *present)
+            out, lse, _ = flash(q, k, v, present, spec.text(), *positions)
         elif torch.is_grad_enabled():
             out, lse, _ = Flash.apply(spec, *positions, q, k, v, *present)
         else:
-            out, lse, _ = run_forward((q, k, v, *present), spec, *positions)
+            out, lse, _ = run_forward(q, k, v, present, spec, *positions)
         return AttentionOutput(out if out.shape[-1] == D else out[..., :D], lse)
 
     def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:

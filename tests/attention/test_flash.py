@@ -2,6 +2,8 @@
 
 import math
 from contextlib import nullcontext
+from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,10 +12,11 @@ import triton
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.testing import assert_close
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from attention import AttentionShape, Score, UnsupportedAttention, gpu
 from attention.flash import call as calls
-from attention.flash import tiles
+from attention.flash import op, tiles
 from attention.flash.call import Problem
 from attention.spec import Spec
 from tests.attention.operators import assert_operators_keep_torchs_rules
@@ -95,6 +98,34 @@ def test_a_compiled_model_does_not_copy_to_put_the_gradient_of_its_projection_to
     assert "flash_forward" in forward_graph
     assert "flash_backward" in backward_graph
     assert "aten.cat" not in backward_graph
+
+
+@pytest.mark.parametrize(("saves_attention", "forwards"), [(False, 2), (True, 1)], ids=["all", "around_attention"])
+def test_a_compiled_block_recomputes_attention_unless_it_is_saved(saves_attention, forwards, monkeypatch):
+    """torch 2.11 saves what an autograd function saves, whatever checkpointing says."""
+    attend, kernel = flash(), Mock(wraps=op.compute_forward)
+    monkeypatch.setattr(op, "compute_forward", kernel)
+
+    def policy(_, operator, *args, **kw):
+        kept = operator == op.flash_forward
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(x):
+        return attend(*projected(2 * x, 1, 40)).out.square()
+
+    def checkpointed(x):
+        return recomputed(block, x)
+
+    recomputed = partial(checkpoint, use_reentrant=False)
+    if saves_attention:
+        recomputed = partial(recomputed, context_fn=partial(create_selective_checkpoint_contexts, policy))
+    x = torch.randn(1, 40, 3, 16, device=DEVICE, requires_grad=True)
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    for run in (checkpointed, torch.compile(checkpointed, backend="aot_eager", fullgraph=True)):
+        kernel.reset_mock()
+        (found,) = torch.autograd.grad(run(x).sum(), x)
+        assert_close(found, expected)
+        assert kernel.call_count == forwards
 
 
 class Recorder(CustomGraphPass):
