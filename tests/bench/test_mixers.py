@@ -5,12 +5,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.autotuner import Autotuner
 
 from bench.decays import draw, half_lives
-from bench.mixers import times, verdict
+from bench.mixers import first_configurations, times, verdict
 from model.options import GPTConfig, Positions
 from recipe.drawing import Chart, render_png
 from tests.parts import built
+
+
+@triton.autotune([triton.Config({"FACTOR": factor}) for factor in (3, 5)], key=[])
+@triton.jit
+def tuned_kernel(x, FACTOR: tl.constexpr):
+    """Two numbers of x times a factor."""
+    places = x + tl.arange(0, 2)
+    tl.store(places, FACTOR * tl.load(places))
 
 
 def test_half_lives_are_those_of_the_decays():
@@ -26,6 +38,17 @@ def test_half_lives_are_those_of_the_decays():
     assert (gla[0] < gla[2]).all()
     png = render_png(Chart("decays", "", "", lambda figure: draw(figure, [retnet, gla])))
     assert png.startswith(b"\x89PNG")
+
+
+def test_kernels_take_their_first_configuration_without_being_tuned(monkeypatch):
+    """Here as on a GPU pytest has frozen what was imported, and the collector does not find it any more."""
+    for name in ("_bench", "check_disk_cache"):
+        monkeypatch.setattr(Autotuner, name, vars(Autotuner)[name])  # so that it is put back
+    first_configurations()
+    x = torch.ones(4)
+    tuned_kernel[(1,)](x)
+    assert tuned_kernel.best_config.kwargs == {"FACTOR": 3}
+    assert x.tolist() == [3, 3, 1, 1]
 
 
 def test_the_verdict_has_the_first_wrong_group_or_the_refusal():

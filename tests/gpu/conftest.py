@@ -18,6 +18,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The time that a test waits for the GPU is not its own."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(300, func_only=True))
+
+
 @pytest.fixture(autouse=True)
 def share_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes that run tests share the GPU and its memory. A test marked `whole_gpu` waits until all others have

@@ -104,4 +104,4 @@ def test_a_layers_gradients_are_those_of_plain_pytorch(name: str, documents: boo
         results.append([out, state.inputs, *torch.autograd.grad(loss, [x, *layer.parameters()])])
     names = ["out", "inputs", "x", *dict(layers["fla"].named_parameters())]
     for label, found, expected in zip(names, *results, strict=True):
-        assert found is expected is None or distance(found, expected) < 0.02, label
+        assert found is expected is None or distance(found, expected) < 0.05, label
