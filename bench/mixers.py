@@ -27,7 +27,6 @@ from bench.record import Row, command_line, pivot, read, recording, write_table
 from mixers.cases import DTYPES
 from mixers.check import RECURRENCES, check, named
 from mixers.layers import build_mixer
-from recipe.wording import markdown_table
 
 CHANNELS, HEADS = 768, 12
 SECONDS = 0.15  # so few calls that a pause covers their launches: the host takes longer than the GPU
@@ -44,6 +43,13 @@ PACKAGES: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
         "Mamba2",
         lambda C, H: {"num_heads": 2 * H, "head_dim": C // H, "state_size": 2 * C // H, "backend": "triton"},
     ),
+}
+
+WAYS = {
+    "package": "the package's",
+    "ours": "mixer=fla",
+    "compiled": "mixer=fla, compiled",
+    "chunked": "mixer=chunked",
 }
 
 
@@ -99,15 +105,20 @@ def verdict(row: Row) -> str:
 
 
 def times(rows: Sequence[Row]) -> str:
-    """The time of each layer beside the package's."""
-    layers = {(row["mixer"], row["tokens"], row["way"]): row for row in rows if row["part"] == "layer"}
-    lines = []
-    for name, tokens in dict.fromkeys((name, tokens) for name, tokens, _ in layers):
-        package, *ours = (layers[name, tokens, way] for way in ("package", "ours", "compiled", "chunked"))
-        cells = [f"{row['ms']:.2f} ms ({row['ms'] / package['ms']:.2f})" for row in ours]
-        lines.append([f"`{name}`", f"{tokens:,}", f"{package['ms']:.2f} ms", *cells])
-    head = ["mixer", "tokens", "the package's layer", "mixer=fla", "mixer=fla, compiled", "mixer=chunked"]
-    return markdown_table(head, lines)
+    """The time of each layer, and its ratio to the package's."""
+    layers = [row for row in rows if row["part"] == "layer"]
+    package = {(row["mixer"], row["tokens"]): row["ms"] for row in layers if row["way"] == "package"}
+
+    def cell(row: Row) -> str:
+        return f"{row['ms']:.2f} ms ({row['ms'] / package[row['mixer'], row['tokens']]:.2f})"
+
+    return pivot(
+        layers,
+        lambda row: f"`{row['mixer']}`, {row['tokens']:,} tokens",
+        lambda row: WAYS[row["way"]],
+        cell,
+        columns=[*WAYS.values()],
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

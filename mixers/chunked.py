@@ -76,14 +76,18 @@ def chunked(inputs: MixerInputs, recurrence: Recurrence, scale: float, size: int
         system = weighted(row, k, decay).tril(-1) + torch.eye(size, dtype=dtype, device=q.device)
         right = torch.cat([new, row * into], dim=-1)
         new, read = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split([V, K], dim=-1)
-    outs = []
+    # All chunks are taken apart at once: the gradient of a slice is as large as all of them.
+    kept, keys, news = (x.unbind(2) for x in (into[..., -1, :, None], (k * out_of).mT, new))
+    reads = None if read is None else read.unbind(2)
+    states, written = [], []
     for n in range(N):
         if chunks is not None:
             state = torch.where(chunks.begins[:, n, None, None, None], 0, state)
-        written = new[:, :, n] if read is None else new[:, :, n] - read[:, :, n] @ state
-        outs.append((q[:, :, n] * into[:, :, n]) @ state + scores[:, :, n] @ written)
-        state = into[:, :, n, -1, :, None] * state + (k * out_of)[:, :, n].mT @ written
-    out = scale * torch.stack(outs, dim=2).flatten(2, 3)  # (B, H, N C, V)
+        states.append(state)
+        written.append(news[n] if reads is None else news[n] - reads[n] @ state)
+        state = kept[n] * state + keys[n] @ written[n]
+    out = (q * into) @ torch.stack(states, dim=2) + scores @ torch.stack(written, dim=2)
+    out = scale * out.flatten(2, 3)  # (B, H, N C, V)
     if chunks is None:
         return out[:, :, :T].to(inputs.v.dtype), state
     return out.gather(2, chunks.place[:, None, :, None].expand(B, H, T, V)).to(inputs.v.dtype), state

@@ -65,5 +65,5 @@ def test_the_times_of_a_layer_have_a_ratio():
     for way, ms in (("package", 2.0), ("ours", 2.1), ("compiled", 1.5), ("chunked", 30.0)):
         rows.append({"part": "layer", "mixer": "gdn", "way": way, "tokens": 8192, "ms": ms})
     assert times(rows).splitlines()[-1] == (
-        "| `gdn` | 8,192 | 2.00 ms | 2.10 ms (1.05) | 1.50 ms (0.75) | 30.00 ms (15.00) |"
+        "| `gdn`, 8,192 tokens | 2.00 ms (1.00) | 2.10 ms (1.05) | 1.50 ms (0.75) | 30.00 ms (15.00) |"
     )

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mixers import Decay, MixerError, Recurrence, mix
 
@@ -53,6 +55,28 @@ def test_the_definition_of_one_channel_by_hand() -> None:
     out, state = mix(*one, recurrence=Recurrence(Decay.head, True), mixer="recurrent", scale=1.0, **options)
     assert state.item() == pytest.approx(4.0)
     assert out.item() == pytest.approx(20.0)
+
+
+class Work(TorchDispatchMode):
+    """Counts the numbers that operations write."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        results = operator(*arguments, **(keywords or {}))
+        if not operator.is_view:
+            self.numbers += sum(x.numel() for x in tree_leaves(results) if isinstance(x, Tensor))
+        return results
+
+
+def test_the_work_of_chunks_grows_with_the_tokens() -> None:
+    work = []
+    for tokens in (256, 1024):
+        inputs = tensors(Recurrence(Decay.head, True), (1, 1, tokens, 8, 8))
+        with Work() as counted:
+            both(Recurrence(Decay.head, True), inputs, "chunked")
+        work.append(counted.numbers)
+    assert work[1] < 4.1 * work[0]
 
 
 def test_linear_attention_is_causal_attention_without_the_softmax() -> None:
