@@ -197,12 +197,10 @@ class LinearAttention(RecurrentLayer):
         out, recurrent = self.mixed(
             q, k, v, before, documents, log_decay=log_decay, beta=beta, unit=self.kind.keys == "l2"
         )
-        out, gate = (
-            out.transpose(1, 2),
-            None if self.g_proj is None else self.g_proj(x).unflatten(-1, (self.n_heads, -1)),
-        )
+        out = out.transpose(1, 2)  # (B, T, H, V)
+        gate = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (self.n_heads, -1))
         if fused and gate is not None:
-            out = gated_norm(out, gate, self.o_norm, self.kind.gate, EPS)  # (B, T, H, V)
+            out = gated_norm(out, gate, self.o_norm, self.kind.gate, EPS)
         else:
             out = rms_norm(out, self.o_norm)
             if gate is not None:
