@@ -81,11 +81,12 @@ class DeviceOf(torch.cuda.device_of):
 
 
 def custom_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any] | None) -> Any:
-    """A function of tensors as a custom operator that torch.compile's tracer does not look into.
+    """A function of tensors as a custom operator that torch.compile does not look into.
 
-    An operator has no gradient. torch.library.custom_op gives it one, for which a call takes half as long again.
+    It has no gradient of its own: it is called by an autograd function, or where none is recorded. A gradient, which
+    torch.library.custom_op always gives, makes a call take 1.5 times as long.
 
-    fake  its results for tensors without data; None: a compiled graph has the operators that it calls, in its place
+    fake  its results for tensors without data; None: a compiled graph has what it calls in its place, with gradients
     """
     path, key = f"{NAMESPACE}::{name}", "CompositeExplicitAutograd" if fake else "CompositeImplicitAutograd"
     torch.library.define(path, torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)

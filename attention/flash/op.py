@@ -7,13 +7,14 @@ break; the dropout key is a tensor among their arguments, so new steps and repla
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
+from torch.autograd.function import once_differentiable
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -184,7 +185,7 @@ def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 def forward_from_text(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int, k_start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`run_forward`."""
+    """`run_forward`, with its Spec as text."""
     return run_forward(q, k, v, inputs, Spec.read(spec), q_start, k_start)
 
 
@@ -237,7 +238,7 @@ def fake_backward(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> li
 
 
 def backward_from_text(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
-    """`run_backward`."""
+    """`run_backward`, with its Spec as text."""
     return run_backward(do, saved, Spec.read(spec), q_start, k_start)
 
 
@@ -273,9 +274,9 @@ def split_qkv_grad(gradients: list[Tensor], q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 class Flash(torch.autograd.Function):
-    """The forward and the backward pass, as operators where spec is a text.
+    """The forward and the backward pass: by operators where spec is a text, else by the kernels at once.
 
-    Short kernels run for less time than torch's dispatcher takes for so many arguments.
+    torch's dispatcher takes longer for so many arguments than short kernels run.
     """
 
     @staticmethod
@@ -291,6 +292,7 @@ class Flash(torch.autograd.Function):
         return out, lse, lse2
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing gives them once
         q, k, _, _, _, *inputs = saved
@@ -309,10 +311,14 @@ class Flash(torch.autograd.Function):
         return None, None, None, *split_qkv_grad(gradients[:n_qkv], q, k), *of_inputs
 
 
-@wraps(forward_from_text)
-def flash_from_text(q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], *rest: Any) -> Any:
-    """`Flash` for torch.compile: what it saves is recomputed too, as torch 2.11 does for operators alone."""
-    return Flash.apply(*rest, q, k, v, *inputs)
+def flash_from_text(
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int, k_start: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`Flash` as an operator, so that a compiled block that is recomputed does not keep what it saves.
+
+    torch 2.11 keeps what a bare autograd function saves.
+    """
+    return Flash.apply(spec, q_start, k_start, q, k, v, *inputs)
 
 
 flash = custom_operator("flash", flash_from_text, None)

@@ -25,7 +25,7 @@ class Recorder(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(target, torch._ops.OpOverload) and target.namespace not in BUILTIN and target not in self.calls:
-            self.calls[target] = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+            self.calls[target] = tree_map_only(Tensor, lambda x: x.detach(), (args, kwargs))
         return super().call_function(target, args, kwargs)
 
 

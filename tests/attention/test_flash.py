@@ -100,11 +100,27 @@ def test_a_compiled_model_does_not_copy_to_put_the_gradient_of_its_projection_to
     assert "aten.cat" not in backward_graph
 
 
+@pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
+def test_a_second_derivative_is_refused_rather_than_wrong(recomputed):
+    attend = flash()
+    q, k, v, do = (x.requires_grad_() for x in Case(1, 1, 1, 8, 8, 16).tensors(torch.float32, DEVICE))
+
+    def out(q):
+        return attend(q, k, v).out
+
+    policy = partial(create_selective_checkpoint_contexts, [op.flash_forward])
+    found = checkpoint(out, q, use_reentrant=False, context_fn=policy) if recomputed else out(q)
+    (dq,) = torch.autograd.grad(found, q, do, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
 @pytest.mark.parametrize(("saves_attention", "forwards"), [(False, 2), (True, 1)], ids=["all", "around_attention"])
 def test_a_compiled_block_recomputes_attention_unless_it_is_saved(saves_attention, forwards, monkeypatch):
     """torch 2.11 saves what an autograd function saves, whatever checkpointing says."""
     attend, kernel = flash(), Mock(wraps=op.compute_forward)
     monkeypatch.setattr(op, "compute_forward", kernel)
+    monkeypatch.setattr(op, "replayed", lambda function, tensors, *rest: function(tensors, *rest))
 
     def policy(_, operator, *args, **kw):
         kept = operator == op.flash_forward

@@ -110,7 +110,8 @@ def test_the_operator_keeps_torchs_rules_with_all_its_tensors():
         dropout_key=KEY.pack(torch.device(DEVICE)),
     )
     sinks = torch.tensor([0.5, -0.5], device=DEVICE)
-    assert_operators_keep_torchs_rules(attend, q, k, v, q, sinks=sinks)
+    names = assert_operators_keep_torchs_rules(attend, q, k, v, q, sinks=sinks)
+    assert names == ["flash_forward", "flash_backward"]
 
 
 # Of these slopes the first leaves a query nothing but its neighbours, and the last two have no horizon.
