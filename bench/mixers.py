@@ -4,9 +4,9 @@
     python -m bench.mixers --mixers gdn --dtypes --tokens 8192 32768    in no dtype: times alone
     gpt-attention check fla-gdn                     the judgement of one alone, in words
 
-Kernels are judged in the first of their configurations: tuning would take minutes for each dtype. A layer has
-GPT-2's width, 768 channels and 12 heads, and runs forward and backward in bf16, tuned; the time is the GPU's. `ours` is
-the same layer here by mixer=fla, `compiled` that under torch.compile, `chunked` by mixer=chunked. Rows go to
+Kernels that no layer has tuned before are judged in the first of their configurations. A layer has GPT-2's width, 768
+channels and 12 heads, and runs forward and backward in bf16, tuned; the time is the GPU's. `ours` is the same layer
+here by mixer=fla, `compiled` that under torch.compile, `chunked` by mixer=chunked. Rows go to
 bench/results/mixers-<device>.json, with two tables beside it.
 """
 
@@ -60,10 +60,9 @@ def packages_layer(name: str, C: int, H: int) -> nn.Module:
 
 
 def first_configurations() -> None:
-    """From now on kernels take the first of their configurations, and not the fastest."""
-    times: Any = {"_bench": lambda *_, **__: [0.0], "check_disk_cache": lambda self, key, configs, choose: choose()}
-    for name, function in times.items():
-        setattr(Autotuner, name, function)
+    """From now on kernels that are not tuned yet take the first of their configurations, and not the fastest."""
+    Autotuner._bench = lambda *_, **__: [0.0]
+    Autotuner.check_disk_cache = lambda self, key, configs, choose: choose()
 
 
 def judged(name: str, dtype: str) -> Row:

@@ -5,8 +5,8 @@ chunked.py    chunks of tokens in plain PyTorch: trains on CPUs and GPUs
 fla.py        the kernels of the package flash-linear-attention, on NVIDIA GPUs
 """
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def mix(
     """
     if mixer not in IMPLEMENTATIONS:
         raise MixerError(f"mixer={mixer} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}.")
-    compute: Callable[..., tuple[Tensor, Tensor]] = IMPLEMENTATIONS[mixer]
+    compute: Any = IMPLEMENTATIONS[mixer]
     if unit and mixer == "fla" and recurrence.delta:
         compute = partial(fla, unit=True)
     elif unit:

@@ -256,7 +256,7 @@ class LogisticRates(nn.Module):
         self.proj = low_rank(n_embd, self.RANK, layer.n_heads * layer.key_dim)
 
     def forward(self, x: Tensor, fused: bool = False) -> Tensor:
-        """(B, H, T, K)."""
+        """(B, H, T, K); fused changes nothing."""
         logits = self.proj(x).float().unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return F.logsigmoid(logits) / self.TEMPERATURE
 
@@ -269,7 +269,7 @@ class FixedRates(nn.Module):
         self.heads = layer.n_heads
 
     def forward(self, x: Tensor, fused: bool = False) -> Tensor:
-        """(B, H, T, 1)."""
+        """(B, H, T, 1); fused changes nothing."""
         heads = torch.arange(self.heads, dtype=torch.float64, device=x.device)
         rates = torch.log1p(-(2.0 ** (-5 - heads))).float()
         return rates[None, :, None, None].expand(x.shape[0], -1, x.shape[1], 1)

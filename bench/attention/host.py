@@ -3,9 +3,9 @@
     python -m bench.attention.host      a minute on a GPU
 
 B 1, H 8, T 256, D 64, bf16. Calls are queued behind a long kernel, so that the GPU's time does not count. The
-candidates take turns, and the least counts: what comes in between is another program's. Beside it what that leaves of
-the GPU's speed where calls of 16 x 1,024 tokens, 2,048 channels, follow each other. Rows go to
-bench/results/host-<device>.json, with a table beside it.
+candidates take turns, and the least counts: other programs only add time. Beside it what that leaves of the GPU's speed
+where calls of 16 x 1,024 tokens, 2,048 channels, follow each other. Rows go to bench/results/host-<device>.json, with
+a table beside it.
 """
 
 import time
@@ -125,8 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require_gpu(parser)
     device = torch.device("cuda", torch.cuda.current_device())
     calls = candidates(device)
-    turns = [{name: measured(attend, heads, device) for name, (heads, attend) in calls.items()} for _ in range(TURNS)]
     with recording(args, arguments, ("name",), device, B=B, H=H, T=T, D=D) as recorder:
+        turns = [
+            {name: measured(attend, heads, device) for name, (heads, attend) in calls.items()} for _ in range(TURNS)
+        ]
         for name, (_, attend) in calls.items():
             row = {"name": name, **{key: round(min(turn[name][key] for turn in turns), 1) for key in turns[0][name]}}
             if name in AT_1K:

@@ -19,7 +19,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The time that a test waits for the GPU is not its own."""
+    """The time limit counts a test's function alone, and not its wait for the GPU."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.timeout(300, func_only=True))

@@ -1,8 +1,11 @@
 """Mixers on a GPU: the kernels of flash-linear-attention against the definition in fp64, our layers against theirs."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.autotuner import Autotuner
 
 from bench.mixers import first_configurations, packages_layer
 from mixers import MixerError
@@ -38,9 +41,13 @@ PARAMETERS: dict[str, dict[str, str]] = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_tuning() -> None:
+def no_tuning() -> Iterator[None]:
     """It would take minutes for each size of a head."""
-    first_configurations()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_bench", "check_disk_cache"):
+            patch.setattr(Autotuner, name, vars(Autotuner)[name])  # so that it is put back
+        first_configurations()
+        yield
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
