@@ -105,7 +105,7 @@ def test_the_operator_keeps_torchs_rules_with_all_its_tensors():
     attend = partial(
         flash(dropout=0.1),
         score=Score(window=30, soft_cap=2.0, alibi=True, sinks=True),
-        layout=Layout(document_starts=starts, document_ends=starts + 40),
+        layout=Layout(q_start=0, document_starts=starts, document_ends=starts + 40),
         slopes=torch.tensor([0.5, 0.25], device=DEVICE),
         dropout_key=KEY.pack(torch.device(DEVICE)),
     )
