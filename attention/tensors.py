@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .layout import Layout
@@ -28,6 +29,13 @@ def score_tensors(score: Score, named: dict[str, Any], q: Tensor) -> dict[str, T
         if name not in tensors:
             tensors[name] = initial(H, q.device)
     return tensors
+
+
+def version(x: Tensor | None) -> object:
+    """What differs once x has changed in place; at each call under inference_mode, whose tensors serve no other."""
+    if x is None:
+        return None
+    return object() if torch.is_inference_mode_enabled() or x.is_inference() else x._version
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:

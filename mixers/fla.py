@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .recurrence import Decay, MixerError, MixerInputs, Recurrence, document_starts
@@ -55,8 +56,7 @@ def fla(inputs: MixerInputs, recurrence: Recurrence, scale: float, unit: bool = 
     check_device(inputs.v.device)
     if recurrence not in KERNELS:
         raise MixerError(f"mixer=fla has no kernel for decay={recurrence.decay.value} with the delta rule.")
-    leaves = (inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta, inputs.initial)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in vars(inputs).values()):
         check_gradients(recurrence, inputs.v.device)
     name = KERNELS[recurrence]
     function = getattr(import_module(f"fla.ops.{name}"), f"chunk_{name}")
@@ -70,8 +70,8 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tenso
     function = import_module("fla.modules.causal_conv1d").causal_conv1d
     if documents is None:
         return function(x, weight, bias, activation="silu")[0]
-    starts = ends_after_starts(documents)
-    return function(x.flatten(0, 1)[None], weight, bias, activation="silu", cu_seqlens=starts)[0].view(x.shape)
+    rows = x.flatten(0, 1)[None]
+    return function(rows, weight, bias, activation="silu", cu_seqlens=bounds(documents))[0].view(x.shape)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, activation: str, eps: float) -> Tensor:
@@ -85,10 +85,17 @@ def step_decays(steps: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     return import_module("fla.ops.kda.gate").fused_kda_gate(steps, A_log, dt_bias)
 
 
-def ends_after_starts(documents: Tensor) -> Tensor:
+def bounds(documents: Tensor) -> Tensor:
     """Where each document of rows (B, T) begins, one row after the other, and where the last ends."""
-    starts = document_starts(documents).flatten().nonzero()[:, 0]
-    return torch.cat([starts, starts.new_tensor([documents.numel()])]).to(torch.int32)
+    passing = torch.is_inference_mode_enabled() or documents.is_inference()  # such tensors count no changes
+    return bounds_of(documents, object() if passing else documents._version)
+
+
+@lru_cache(maxsize=1)  # the layers of a step share it: to find it waits for the GPU
+def bounds_of(documents: Tensor, version: object) -> Tensor:
+    """As `bounds`, of a version of documents, which may change in place."""
+    starts = document_starts(documents).flatten().nonzero()[:, 0].int()
+    return F.pad(starts, (0, 1), value=documents.numel())
 
 
 def through_package(
@@ -117,9 +124,7 @@ def through_package(
         return out.transpose(1, 2), state
     if inputs.initial is not None:
         raise MixerError("mixer=fla takes no initial state together with documents; choose mixer=chunked.")
-    starts = ends_after_starts(inputs.documents)
     options = {name: x.flatten(0, 1)[None] if isinstance(x, Tensor) else x for name, x in options.items()}
-    out, states = function(*(x.flatten(0, 1)[None] for x in (q, k, v)), cu_seqlens=starts, **options)
-    ends = torch.arange(1, B + 1, device=starts.device, dtype=torch.int32) * T
-    last = torch.searchsorted(starts, ends) - 1  # the document at each row's end
+    out, states = function(*(x.flatten(0, 1)[None] for x in (q, k, v)), cu_seqlens=bounds(inputs.documents), **options)
+    last = document_starts(inputs.documents).sum(dim=1).cumsum(dim=0) - 1  # the document at each row's end
     return out[0].unflatten(0, (B, T)).transpose(1, 2), states[last]

@@ -22,6 +22,7 @@ from ..layout import Layout
 from ..options import AttentionConfig
 from ..score import Score
 from ..scores.sinks import join_sinks
+from ..tensors import version
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of sequence, head, query and key
 
@@ -42,7 +43,7 @@ class FlexAttention(Attention):
         self.aux = AuxRequest(lse=True)
         self.compiled = torch.compile(flex_attention, dynamic=False)
         # Keys: the tensor of documents, its version (it may change in place), and the other properties of a mask.
-        self.block_masks: dict[tuple, tuple[Tensor | None, int, BlockMask]] = {}
+        self.block_masks: dict[tuple, tuple[Tensor | None, object, BlockMask]] = {}
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)
@@ -84,10 +85,10 @@ class FlexAttention(Attention):
         if torch.compiler.is_compiling():
             return create()
         key = (score, layout.query_start(T, S), layout.k_start, rows, T, S, device)
-        version = -1 if starts is None else starts._version
+        latest = version(starts)
         cached = self.block_masks.pop(key, None)
-        if cached is None or cached[0] is not starts or cached[1] != version:
-            cached = (starts, version, create())
+        if cached is None or cached[0] is not starts or cached[1] != latest:
+            cached = (starts, latest, create())
         self.block_masks[key] = cached
         if len(self.block_masks) > MASKS_KEPT:
             del self.block_masks[next(iter(self.block_masks))]

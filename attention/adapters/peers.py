@@ -4,7 +4,7 @@ dropout. Documents are passed as successive sequences of variable length, so key
 
 import importlib
 import inspect
-from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import Option, UnsupportedAttention, no_dropout
 from ..interface import Attention, AttentionOutput, AttentionShape, Call
 from ..options import AttentionConfig
+from ..tensors import version
 from .trial import attend_once
 
 CHOSEN, OURS = Option("attention", "varlen"), Option("attention", "flash")
@@ -50,10 +51,9 @@ class VarlenAttention(Attention):
                 OURS,
             )
         self.varlen_attn, self.aux = module.varlen_attn, module.AuxRequest(lse=True)
-        # The most recent documents: the tensor, its version (it may change in place), and the sequences.
-        self.latest: tuple[Tensor, int, Sequences] | None = None
+        find = lru_cache(maxsize=1)(sequences)  # the layers of a step share it
         # It reads values. Not as a decorator: that loads torch's compiler, which doubles the time to import attention.
-        self.sequences: Callable[[Tensor, int], Sequences] = torch.compiler.disable(self.find_sequences)
+        self.sequences = torch.compiler.disable(lambda starts, T: find(starts, T, version(starts)))
 
     def check(self, shape: AttentionShape) -> None:
         """Also let the kernels attend once, forward and backward, on two tokens."""
@@ -98,15 +98,12 @@ class VarlenAttention(Attention):
             out, lse = F.pad(out, (0, 0, empty, 0)), F.pad(lse, (empty, 0), value=-torch.inf)
         return AttentionOutput(out, lse)
 
-    def find_sequences(self, starts: Tensor, T: int) -> Sequences:
-        """The documents of a batch, from document_starts (B, T or more). Waits for the device, once for all layers."""
-        if self.latest is None or self.latest[0] is not starts or self.latest[1] != starts._version:
-            B, device = len(starts), starts.device
-            begins = starts[:, :T] == torch.arange(T, device=device)
-            end = torch.tensor([B * T], device=device)
-            bounds = torch.cat([begins.flatten().nonzero().flatten(), end]).to(torch.int32)
-            self.latest = (starts, starts._version, Sequences(bounds, int(bounds.diff().max())))
-        return self.latest[2]
+
+def sequences(starts: Tensor, T: int, version: object) -> Sequences:
+    """The documents of a batch, from some version of document_starts (B, T or more). Waits for the device."""
+    begins = starts[:, :T] == torch.arange(T, device=starts.device)
+    bounds = F.pad(begins.flatten().nonzero()[:, 0].int(), (0, 1), value=begins.numel())
+    return Sequences(bounds, int(bounds.diff().max()))
 
 
 def check_kernels(dtype: torch.dtype, device: torch.device) -> None:

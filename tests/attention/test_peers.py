@@ -74,6 +74,12 @@ def test_new_documents_are_cut_anew_also_in_the_same_tensor(installed: None):
     assert attend.sequences(starts, 5).bounds is bounds
     starts[1] = 0
     assert attend.sequences(starts, 5).bounds.tolist() == [0, 2, 5, 10]
+    assert attend.sequences(starts, 4).bounds.tolist() == [0, 2, 4, 8]
+    with torch.inference_mode():  # torch does not count the changes of a tensor that is made in it
+        starts = starts.clone()
+        assert attend.sequences(starts, 5).bounds.tolist() == [0, 2, 5, 10]
+        starts[0] = 0
+        assert attend.sequences(starts, 5).bounds.tolist() == [0, 5, 10]
 
 
 def shape(device: torch.device = CUDA, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, **more: Any):

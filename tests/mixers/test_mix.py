@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mixers import Decay, MixerError, Recurrence, mix
+from mixers.fla import bounds
 
 RECURRENCES = [Recurrence(decay, delta) for decay in Decay for delta in (False, True)]
 NAMES = [f"{recurrence.decay.value}-{'delta' if recurrence.delta else 'sum'}" for recurrence in RECURRENCES]
@@ -144,3 +145,13 @@ def test_gradients_that_triton_compiles_wrong_are_refused(monkeypatch: pytest.Mo
         check_gradients(gated, device)
     monkeypatch.setattr(module.metadata, "version", lambda _: "3.7.1")
     check_gradients(gated, device)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_package_gets_the_bounds_of_todays_documents(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        documents = torch.tensor([[0, 0, 7], [7, 7, 7]])
+        assert bounds(documents).tolist() == [0, 2, 3, 6]
+        assert inference or bounds(documents) is bounds(documents)  # found once for all layers
+        documents[0] = 1
+        assert bounds(documents).tolist() == [0, 3, 6]

@@ -41,7 +41,7 @@ class LanguageModel:
         """Bytes of the text of some tokens, without ends of text."""
         return len(self.trained.tokenizer.decode_bytes([t for t in tokens if t != self.end_of_text]))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def scores(self, inputs: Tensor, targets: Tensor, document_starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The logarithms of the probabilities of the targets that are not -100, in their order, (N,) fp32, and whether
         each is the likeliest token, (N,) bool.
