@@ -42,11 +42,8 @@ def device_name(device: torch.device) -> str:
     """A GPU's name, or the processor as the system calls it with the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        match = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        match = None
-    processor = match[1] if match else platform.processor() or platform.machine()
+    match = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    processor = match[1] if match else platform.machine()
     return f"{processor}, {torch.get_num_threads()} threads"
 
 

@@ -17,15 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention
+from attention import AttentionConfig, Score, build_attention, documents
 from attention.decode.cache import Cache
+from bench.attention.peers import KEY, Problem, from_package, installed
 from bench.machine import require_gpu
 from bench.record import command_line, read, recording, write_table
 from recipe.wording import markdown_table as table
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 B, H, T, D = 1, 8, 256, 64
-AT_1K = ("flash", "SDPA, cuDNN", "SDPA, FlashAttention-2")
+AT_1K = ("flash", "SDPA, cuDNN", "SDPA, FlashAttention-2", "FlashAttention-4")
 CALLS, REPEATS, TURNS, PAUSE_CYCLES = 40, 3, 6, 200_000_000
 
 
@@ -42,18 +43,13 @@ def torchs(backend: SDPBackend) -> Attend:
 def candidates(device: torch.device) -> dict[str, tuple[int, Attend]]:
     """name -> key/value heads, call."""
     plain, drops = (build_attention(AttentionConfig("flash", dropout=rate)) for rate in (0.0, 0.1))
-    key, slopes = DropoutKey(0, 0, 0, 0).pack(device), torch.rand(H, device=device)
-    starts = torch.zeros(B, T, dtype=torch.int32, device=device)
-    layout, window, alibi = (
-        Layout(document_starts=starts, document_ends=starts + T),
-        Score(window=64),
-        Score(alibi=True),
-    )
+    key, slopes = KEY.pack(device), torch.rand(H, device=device)
+    layout = documents(torch.zeros(B, T, dtype=torch.int32, device=device))
+    window, alibi = Score(window=64), Score(alibi=True)
     token, k, v = torch.randn(3, B, H, T, D, device=device, dtype=torch.bfloat16)
     cache = Cache(k, v, torch.full((B,), T, dtype=torch.int32, device=device))
     cudnn = torchs(SDPBackend.CUDNN_ATTENTION)
-
-    return {
+    calls: dict[str, tuple[int, Attend]] = {
         "flash": (H, lambda q, k, v: plain(q, k, v).out),
         "flash, window": (H, lambda q, k, v: plain(q, k, v, score=window).out),
         "flash, dropout 0.1": (H, lambda q, k, v: drops(q, k, v, dropout_key=key).out),
@@ -67,6 +63,10 @@ def candidates(device: torch.device) -> dict[str, tuple[int, Attend]]:
         "SDPA, cuDNN, compiled": (H, torch.compile(cudnn)),
         "SDPA, FlashAttention-2": (H, torchs(SDPBackend.FLASH_ATTENTION)),
     }
+    if installed("flash_attn.cute"):
+        problem = Problem(B, H, T, D, "causal", 0.0, torch.bfloat16, device)
+        calls["FlashAttention-4"] = (H, from_package("flash_attn.cute", has_dropout=False)(problem))
+    return calls
 
 
 def measured(attend: Attend, heads: int, device: torch.device) -> dict[str, float]:
