@@ -23,6 +23,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from attention.check.judge import computing_with
 from data.feed import feed
 from data.prepare import prepare
 from data.tasks import TASKS, TaskData
@@ -40,7 +41,7 @@ from recipe.run.launch import launch
 from recipe.run.resume import check_unused, find_checkpoint
 from recipe.run.run_folder import full_disk_explained, locked
 from recipe.run.wording import one_sentence
-from recipe.training.device import computing_with, resolve_device
+from recipe.training.device import resolve_device
 from recipe.training.loop import fit
 
 WEIGHTS = HuggingFace()  # of init_from

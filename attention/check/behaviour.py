@@ -12,6 +12,7 @@ from torch import Tensor
 from .accuracy import smallest_failure
 from .cases import DTYPES, Case, draw, problem
 from .formula import evaluate
+from .judge import computing_with
 from .program import calling
 from .results import Refused, Way, results, verdicts
 from .run import Failure, Line, Session
@@ -213,7 +214,7 @@ def repeats(session: Session) -> Line:
         case = session.case(65, dtype=dtype)
         inputs = draw(case, session.device)
         try:
-            with session.with_threads(session.threads):
+            with computing_with(session.threads):
                 first = results(subject, case, inputs, session.gradients)
                 others = [results(subject, case, inputs, session.gradients) for _ in session.timely(range(REPEATS))]
         except Refused:

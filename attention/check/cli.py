@@ -18,6 +18,7 @@ import torch
 from .. import AttentionError
 from .accuracy import Accuracy
 from .cases import DTYPES
+from .judge import computing_with
 from .named import NAMED
 from .parts import Parts
 from .printing import Report, as_json, text, unseen, where, write
@@ -58,7 +59,7 @@ def check(
     session = Session(subject, device, deadline, seed, quick)
     if not progress:
         session.stream = None
-    with warnings.catch_warnings(), session.with_threads(1), interpreting():
+    with warnings.catch_warnings(), computing_with(1), interpreting():
         warnings.simplefilter("ignore")  # libraries would repeat theirs hundreds of times
         if workers is not None:
             workers.begin(session)

@@ -189,3 +189,14 @@ def full_precision_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(allowed)
+
+
+@contextmanager
+def computing_with(threads: int) -> Iterator[None]:
+    """Within the block, torch computes with so many threads on a CPU. The bits of sums depend on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

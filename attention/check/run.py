@@ -113,16 +113,6 @@ class Session:
         T, S = (-(-length // self.multiple) * self.multiple for length in (case.T, case.S))
         return replace(case, T=T, S=S)
 
-    @contextmanager
-    def with_threads(self, number: int) -> Iterator[None]:
-        """Within the block, torch uses `number` threads on a CPU."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(number)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
     def out_of_time(self) -> bool:
         return time.monotonic() > self.deadline
 

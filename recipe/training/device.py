@@ -67,17 +67,6 @@ def free_memory(device: torch.device) -> float:
     return 1024.0 * next(kib, math.inf)
 
 
-@contextmanager
-def computing_with(threads: int) -> Iterator[None]:
-    """Within the block, torch computes with so many threads on a CPU. The bits of sums depend on their number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def resolve_precision(precision: Precision, device: torch.device) -> Precision:
     """The given precision, or the one that `auto` stands for on `device`."""
     if precision is not Precision.auto:
