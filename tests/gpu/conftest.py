@@ -19,7 +19,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The time limit counts a test's function alone, and not its wait for the GPU."""
+    """The time limit counts a test's function alone, and not its wait for the GPU. Tests that need all of it are the
+    last: while one waits for others to end, none begins."""
+    items.sort(key=lambda item: item.get_closest_marker("whole_gpu") is not None)
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.timeout(300, func_only=True))
