@@ -105,13 +105,13 @@ def test_a_complete_run_whose_model_generates_no_text_says_so(config, monkeypatc
 
 
 def test_one_command_trains_on_real_text_and_prints_the_paths_of_its_results(tmp_path, forked):
-    small = ["data.max_tokens=200000", "seq_len=32", "model.n_layers=2", "model.n_embd=64", "training.steps=120"]
-    quick = ["training.eval_every=60", "training.eval_batches=4", "schedule.warmup_steps=10", "tracking=disabled"]
+    small = ["data.max_tokens=200000", "seq_len=32", "model.n_layers=1", "model.n_embd=64", "training.steps=60"]
+    quick = ["training.eval_every=30", "training.eval_batches=4", "schedule.warmup_steps=5", "tracking=disabled"]
     said = completed(ROOT / "train.py", *small, *quick, folder=tmp_path)
     (folder,) = tmp_path.glob("outputs/*/*-naive")
     assert f"run folder  {folder.relative_to(tmp_path)}" in said
-    assert "step 120/120  loss" in said
-    assert "46.1k tokens, " in said  # 120 steps of 12 sequences of 32
+    assert "step 60/60  loss" in said
+    assert "23k tokens, " in said  # 60 steps of 12 sequences of 32
     assert "device=cpu (auto)  precision=fp32 (auto)" in said or torch.cuda.is_available()
     first, middle, last = (line["val/loss"] for line in read_metrics(folder / "metrics.jsonl") if "val/loss" in line)
     assert first > middle > last
@@ -315,8 +315,8 @@ def test_the_verdict_on_runs_catches_a_wrong_attention_and_accuses_no_right_one(
     for cls in CLASSES:
         monkeypatch.setitem(IMPLEMENTATIONS, cls.name, cls)
     tiled = AttentionConfig("tiled", block_q=16, block_k=16, dropout=wrong.dropout)
-    training = replace(config.training, steps=20, log_every=1, eval_every=10, sample_tokens=0, checkpoint_every=0)
-    config.training, config.parity = training, ParityConfig(every=10)
+    training = replace(config.training, steps=10, log_every=1, eval_every=5, sample_tokens=0, checkpoint_every=0)
+    config.training, config.parity = training, ParityConfig(every=5)
     for attention in (AttentionConfig(dropout=wrong.dropout), tiled, wrong):
         for seed in (1, 2):
             run(config, f"{attention.name}-{seed}", attention=attention, seed=seed)

@@ -34,6 +34,7 @@ from recipe.distributed.options import DataParallel, ParallelConfig
 from recipe.distributed.ranks import RankError, check_agreed, joined
 from recipe.distributed.world import World
 from recipe.files import plain
+from recipe.run import profiler
 from recipe.run.build import build_trainer
 from recipe.run.config import Config
 from recipe.run.tracker import TrackingConfig, TrackingMode
@@ -249,6 +250,7 @@ def whole_run(world: World, folder: Path, parallel: ParallelConfig) -> None:
 def main(rank: int, folder: Path, ports: list[str]) -> None:
     torch.set_num_threads(1)
     norm.PIECE = 256  # small matrices have pieces too
+    profiler.WARMUP_STEPS = profiler.PROFILED_STEPS = 1  # a step without a probe, which has the most operations
     OPTIMIZERS["torch's"] = torchs_adamw
     resumed: dict[str, dict[int, Any]] = {kind: {} for kind in RESUMED}
     for turn, ((size, data), port) in enumerate(zip(CHAIN, ports[:4], strict=True)):

@@ -19,7 +19,7 @@ from tests.forked.server import process_of
 from tests.programs import ROOT, losses, summary
 from tests.recipe.training.test_resume import final_state, newest_step, steps_logged, train
 
-STEPS = 120
+STEPS = 80
 OVERRIDES = [
     "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
     "model.n_layers=1", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1",

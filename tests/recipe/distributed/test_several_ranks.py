@@ -142,8 +142,7 @@ def test_a_run_on_several_ranks_probes_evaluates_and_samples_as_on_one_and_is_pr
     assert ["parity/grad_rel_err" in line for line in logged] == [False, True, False, True]
     assert ["val/loss" in line for line in logged] == [True, False, False, True]
     assert len(text.strip()) > 5
-    *_, last = read_metrics(folder / "run-4" / "metrics.jsonl")
-    assert last["profile/exchange_percent"] > 0
+    assert read_metrics(folder / "run-4" / "metrics.jsonl")[2]["profile/exchange_percent"] > 0
     assert (folder / "run-4" / "profile" / "trace.json.gz").exists()
 
 
