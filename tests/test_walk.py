@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -27,20 +28,28 @@ def kinds(value: object) -> set[type]:
     return {type(value)}.union(*(kinds(getattr(value, field.name)) for field in fields(value)))
 
 
+@cache
+def folder_of(file: str) -> str | None:
+    """A package of the recipe, another package, or the top; None for a file that is not the project's."""
+    if not file.startswith(str(programs.ROOT)) or ".venv" in file:
+        return None
+    parts = Path(file).relative_to(programs.ROOT).parts
+    return "/".join(parts[:-1][: 2 if "recipe" in parts else 1])
+
+
 def returns(function: Callable[[], Any], is_followed: Callable[[Any], bool]) -> int:
-    """How often a call's trip comes back to a folder that it had left: a package of the recipe, another package, or the
-    top. The trip goes through each function once, in the order in which they are first called with what is followed."""
+    """How often a call's trip comes back to a folder that it had left. The trip goes through each function once, in the
+    order in which they are first called with what is followed."""
     passed, left, place, count = set[CodeType](), set[str](), "", 0
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         nonlocal place, count
-        code, file = frame.f_code, Path(frame.f_code.co_filename)
-        if event != "call" or code in passed or not file.is_relative_to(programs.ROOT) or ".venv" in file.parts:
+        code = frame.f_code
+        if event != "call" or code in passed or (folder := folder_of(code.co_filename)) is None:
             return
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         if any(is_followed(frame.f_locals.get(name)) for name in names):
             passed.add(code)
-            folder = "/".join(file.relative_to(programs.ROOT).parts[:-1][: 2 if "recipe" in file.parts else 1])
             if folder != place:
                 count += folder in left
                 left.add(place)

@@ -59,7 +59,7 @@ def register() -> None:
             return attn_implementation
         return check(self, attn_implementation, *rest, **options)
 
-    PreTrainedModel._check_and_adjust_attn_implementation = keep_ours  # type: ignore[method-assign]
+    PreTrainedModel._check_and_adjust_attn_implementation = keep_ours
 
 
 @contextmanager

@@ -124,4 +124,5 @@ def test_the_loss_by_position_is_that_of_each_place_in_the_window():
     assert beyond["probe/loss_beyond_x8"] == pytest.approx(expected[160:320].mean(), rel=1e-5)
     edges = [*details["positions"], 320]
     means = [expected[low:high].mean() for low, high in pairwise(edges)]
-    assert details["loss"] == pytest.approx(means, rel=1e-5)
+    # A loss is the difference of two numbers near 10, which fp32 rounds by 1e-6.
+    assert details["loss"] == pytest.approx(means, rel=1e-5, abs=1e-6)
