@@ -1,7 +1,7 @@
 """How long the heads of a trained model's mixers remember: a picture of their decays.
 
     python -m bench.decays outputs/<date>/<time>-naive                 writes decays.png into the folder
-    python -m bench.decays <folder> --text README.md --out decays.png
+    python -m bench.decays <folder> --text README.md
 
 A decay a per token halves a state in log(1/2) / log(a) tokens. Each head has a line from the 10th to the 90th
 percentile over the tokens and channels of the text, and a dot at the median.
@@ -65,7 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, help="a run folder")
     parser.add_argument("--text", type=Path, default=ROOT / "README.md", help="that the model reads")
-    parser.add_argument("--out", type=Path, help="the picture; by default decays.png in the run folder")
     args = parser.parse_args(arguments)
     trained = load_trained(args.run, ModelChoice(device="cpu"))
     lives = half_lives(trained, args.text.read_text(encoding="utf-8"))
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"error: {args.run} has no layer with a decay; name a run of model=gdn or another mixer.", file=sys.stderr
         )
         return 1
-    out = args.out or args.run / "decays.png"
+    out = args.run / "decays.png"
     chart = Chart("decays", "How long heads remember", "", lambda figure: draw(figure, lives))
     out.write_bytes(render_png(chart))
     print(out)

@@ -129,17 +129,11 @@ class Recorder:
 
     def __init__(self, path: Path, identity: Sequence[str], measurement: Row) -> None:
         self.path, self.identity, self.measurement = path, identity, measurement | {"ended": None}
-        earlier = read(path)
-        self.rows = {self.key(row): row for row in earlier if comparable(row["measurement"], measurement)}
-        self.dropped = len(earlier) - len(self.rows)
+        self.rows = {self.key(row): row for row in read(path) if comparable(row["measurement"], measurement)}
 
     def key(self, row: Row) -> str:
         """The identity of a row as text."""
         return json.dumps([row.get(field) for field in self.identity])
-
-    def earlier(self, row: Row) -> Row | None:
-        """The row in the file that `row` would replace."""
-        return self.rows.get(self.key(row))
 
     def add(self, *rows: Row) -> None:
         """Write rows; they replace earlier ones of the same identity."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from .recurrence import Decay, MixerInputs, Recurrence
 
 B, H = 2, 2
+LONG = 2048  # tokens over which the rounding of a state in 16 bits adds up
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 # What multiplies the state before a token: from -> to, drawn evenly in the logarithm.
 DECAYS = {"usual": (0.5, 0.99), "strong": (1e-6, 1e-3), "weak": (0.9999, 0.99999), "mixed": (1e-6, 0.9999)}
@@ -24,7 +25,8 @@ class Case:
     group     of the report
     lengths   of a row's documents, in reverse in the second row; a single one: without documents
     decay     one of DECAYS
-    beta      usual: between 0 and 1; 0 or 2: at every other token, which the delta rule skips or reflects
+    beta      usual: between 0 and 1; small: of that, half a percent; 0 or 2: at every other token, which the delta rule
+              skips or reflects
     keys      unit: of length 1; long: of lengths from 0.3 to 1.4
     states    with an initial state, and a gradient of the last one
     scale     of the queries; None: K ** -0.5
@@ -62,6 +64,7 @@ def cases(recurrence: Recurrence, sizes: tuple[int, int], chunk: int, takes: fro
     yield from (replace(some, lengths=(n,)) for n in around)
     if recurrence.decay is not Decay.none:
         yield from (replace(some, group="decays", decay=decay) for decay in DECAYS)
+    yield replace(some, group="long", lengths=(LONG,), decay="weak", beta="small")
     if "beta" in takes:
         yield from (replace(some, group="beta", beta=beta) for beta in ("0", "2"))
     yield replace(some, group="keys", keys="long")
@@ -95,7 +98,9 @@ def draw(case: Case, device: torch.device) -> tuple[MixerInputs, tuple[Tensor, T
         shape = (1, H, 1, 1) if kind is Decay.fixed else (B, H, T, K if kind is Decay.channel else 1)
         log_decay = (low + (high - low) * rand(*shape)).expand(B, H, T, -1).to(device, wide).contiguous()
     beta = rand(B, H, T)
-    if case.beta != "usual":
+    if case.beta == "small":
+        beta *= 0.005
+    elif case.beta != "usual":
         beta[:, :, ::2] = float(case.beta)
     initial = randn(B, H, K, V).to(device, wide) if case.states else None
     if len(case.lengths) > 1:

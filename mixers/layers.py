@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from . import mix
 from .fla import check_device, convolution, gated_norm, step_decays
-from .recurrence import Decay, MixerError, Recurrence, document_starts
+from .recurrence import Decay, MixerError, Recurrence
 
 TAPS = 4  # tokens that a short convolution sees
 EPS = 1e-5  # of the norms
@@ -82,26 +82,33 @@ class ShortConvolution(nn.Module):
     def forward(
         self, x: Tensor, documents: Tensor | None, before: Tensor | None, fused: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The output for x (B, T, channels), and the last TAPS - 1 inputs; before: those before x, of its document.
+        """The output for x (B, T, channels), and the last TAPS - 1 inputs, zeros where they are of another document
+        than the last; before: those before x, of its document.
 
         fused  whether flash-linear-attention's kernel computes it where nothing is before x
         """
         B, T, channels = x.shape
+        inputs, numbers = x, documents
         if fused and before is None:
-            return convolution(x, self.weight, self.bias, documents), x[:, 1 - TAPS :]
-        if before is None:
-            before = x.new_zeros(B, TAPS - 1, channels)
-        inputs = torch.cat([before.to(x.dtype), x], dim=1)
-        weight = self.weight.to(x.dtype)
-        out = x * weight[:, -1] if self.bias is None else torch.addcmul(self.bias.to(x.dtype), x, weight[:, -1])
-        numbers = None if documents is None else F.pad(documents, (TAPS - 1, 0), mode="replicate")
-        for back in range(1, TAPS):
-            earlier = inputs[:, TAPS - 1 - back : TAPS - 1 - back + T]
-            if documents is not None and numbers is not None:
-                same = numbers[:, TAPS - 1 - back : TAPS - 1 - back + T] == documents
-                earlier = torch.where(same[..., None], earlier, 0)
-            out = torch.addcmul(out, earlier, weight[:, -1 - back])
-        return F.silu(out), inputs[:, T:]
+            out = convolution(x, self.weight, self.bias, documents)
+        else:
+            if before is None:
+                before = x.new_zeros(B, TAPS - 1, channels)
+            inputs = torch.cat([before.to(x.dtype), x], dim=1)
+            weight = self.weight.to(x.dtype)
+            out = x * weight[:, -1] if self.bias is None else torch.addcmul(self.bias.to(x.dtype), x, weight[:, -1])
+            numbers = None if documents is None else F.pad(documents, (TAPS - 1, 0), mode="replicate")
+            for back in range(1, TAPS):
+                at = slice(TAPS - 1 - back, TAPS - 1 - back + T)
+                earlier = inputs[:, at]
+                if numbers is not None:
+                    earlier = earlier.where((numbers[:, at] == documents)[..., None], 0)
+                out = torch.addcmul(out, earlier, weight[:, -1 - back])
+            out = F.silu(out)
+        last = inputs[:, 1 - TAPS :]
+        if numbers is not None:
+            last = last.where((numbers[:, 1 - TAPS :] == numbers[:, -1:])[..., None], 0)
+        return out, last
 
 
 class RecurrentLayer(nn.Module):
@@ -185,11 +192,15 @@ class LinearAttention(RecurrentLayer):
         B, T, _ = x.shape
         fused = self.is_fused(x)
         before = state or MixerState(None, None, torch.zeros(B, dtype=torch.long, device=x.device))
+        positions = before.tokens[:, None] + torch.arange(T, device=x.device)  # in the document
+        if documents is not None:
+            begins = F.pad(documents.diff(dim=1) != 0, (1, 0))
+            positions = positions - positions.where(begins, 0).cummax(dim=1).values
         qkv, inputs = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1), None
         if self.conv is not None:
             qkv, inputs = self.conv(qkv, documents, before.inputs, fused)
         qk, v = qkv.split([2 * self.n_heads * self.key_dim, self.n_heads * self.value_dim], dim=-1)
-        qk = self.prepared(qk.unflatten(-1, (-1, self.key_dim)), before.tokens, documents)
+        qk = self.prepared(qk.unflatten(-1, (-1, self.key_dim)), positions)
         v = v.unflatten(-1, (-1, self.value_dim))
         q, k, v = (y.transpose(1, 2) for y in (*qk.chunk(2, dim=2), v))  # (B, H, T, D)
         beta = None if self.b_proj is None else self.b_proj(x).float().sigmoid().transpose(1, 2)
@@ -205,19 +216,13 @@ class LinearAttention(RecurrentLayer):
             out = rms_norm(out, self.o_norm)
             if gate is not None:
                 out = out * (F.silu if self.kind.gate == "silu" else F.sigmoid)(gate.float())
-        return self.o_proj(out.to(x.dtype).flatten(-2)), MixerState(recurrent, inputs, before.tokens + T)
+        return self.o_proj(out.to(x.dtype).flatten(-2)), MixerState(recurrent, inputs, positions[:, -1] + 1)
 
-    def prepared(self, x: Tensor, tokens: Tensor, documents: Tensor | None) -> Tensor:
-        """Queries and keys x (B, T, 2 H, K) as the recurrence takes them; tokens (B,) came before."""
+    def prepared(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Queries and keys x (B, T, 2 H, K) at positions (B, T), as the recurrence takes them."""
         if self.kind.keys == "elu":
             return F.elu(x) + 1
-        if self.kind.keys == "rotary":
-            positions = tokens[:, None] + torch.arange(x.shape[1], device=x.device)  # (B, T)
-            if documents is not None:
-                starts = document_starts(documents)
-                positions = positions - torch.where(starts, positions, 0).cummax(dim=1).values
-            return rotated(x, positions)
-        return x
+        return rotated(x, positions) if self.kind.keys == "rotary" else x
 
 
 class Rates(nn.Module):
@@ -276,7 +281,7 @@ class FixedRates(nn.Module):
 
 
 # By the decay and whether there is the delta rule; nothing decays without one.
-DECAYS: dict[tuple[Decay, bool], type[Rates] | type[LogisticRates] | type[FixedRates]] = {
+DECAYS: dict[tuple[Decay, bool], Any] = {
     (Decay.fixed, False): FixedRates,
     (Decay.channel, False): LogisticRates,
     (Decay.channel, True): Rates,

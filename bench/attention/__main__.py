@@ -27,7 +27,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, UnsupportedAttention, build_attention
 from attention.scores.alibi import alibi_slopes
-from bench.attention.peers import KEY, PACKAGES, PATHS, VARIANTS, Attend, Candidate, Problem, candidates
+from bench.attention.peers import KEY, PACKAGES, PLAIN, VARIANTS, Attend, Candidate, Problem, candidates
 from bench.machine import device_name, require_gpu
 from bench.measure import interleaved, peak_bytes, release
 from bench.record import Recorder, Row, command_line, pivot, read, recording, result_file, write_table
@@ -204,7 +204,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--only {name}: {peer.label} is not installed here; pip install {peer.package}")
     if args.only and args.name == "attention":
         args.name = "attention-selection"
-    args.only = args.only or [name for name in names if name not in PATHS]
+    args.only = args.only or [name for name in names if name != PLAIN]
     return args
 
 
@@ -216,8 +216,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = {"tokens": tokens, "hidden": hidden, "dtype": str(dtype).removeprefix("torch.")}
     packages = [peer.package for peer in PACKAGES.values()]
     with recording(args, arguments, IDENTITY, device, packages, **sizes) as recorder:
-        if recorder.dropped:
-            print(f"{recorder.path} has results of other software or sizes, which this measurement replaces.")
         measure_all(args, recorder)
     path = recorder.path
     rows = read(path)

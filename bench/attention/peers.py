@@ -44,7 +44,7 @@ VARIANTS = {
     "distances": Score(formula="s + bias[h, min(i - j, 127)]"),
 }
 
-PATHS = {f"flash-{path}": path for path in (KernelPath.plain, KernelPath.hopper)}  # take part only where named
+PLAIN = "flash-plain"  # takes part only where named
 Attend = Callable[..., Tensor]  # q, k, v and the tensors of Problem.per_head, in their order, to out
 
 
@@ -217,8 +217,7 @@ PACKAGES = {
 def candidates() -> dict[str, Candidate]:
     """All candidates on this machine, by their name on the command line."""
     named = {name: ours(name, AttentionConfig(name)) for name in ("naive", "tiled", "flash")}
-    for name, path in PATHS.items():
-        named[name] = ours(f"flash, {path.value} kernels", AttentionConfig("flash", path=path))
+    named[PLAIN] = ours("flash, plain kernels", AttentionConfig("flash", path=KernelPath.plain))
     for backend in (SDPABackend.flash, SDPABackend.efficient, SDPABackend.cudnn, SDPABackend.math):
         build = from_registry(AttentionConfig("sdpa", backend=backend))
         named[f"sdpa-{backend.value}"] = Candidate(f"sdpa {backend.value}", build)

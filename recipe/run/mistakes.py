@@ -46,8 +46,8 @@ def mistakes(config: Config, ranks: int | None = None, weights: Weights | None =
     ranks = ranks or World.from_environment().size
     yield from (of_ranks := list(refusal(check_parallel, config.parallel, ranks)))
     world = World(size=ranks, context=1 if of_ranks else config.parallel.context)
-    if config.model.layers and (config.parallel.shards or config.parallel.context > 1):
-        yield "model.layers needs parallel.data=replicate and parallel.context=1; leave model.layers out, or set them."
+    if config.model.mixers and (config.parallel.shards or config.parallel.context > 1):
+        yield "Mixers in model.layers need parallel.data=replicate and parallel.context=1; set them, or leave it out."
     yield from training_mistakes(config.training, max(config.seq_len, 1), world)
     yield from optimizer_mistakes(config.optimizer, config.schedule, config.training.steps)
     yield from unknown_recalls(config.probes)

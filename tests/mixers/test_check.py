@@ -1,6 +1,7 @@
 """The check of mixers: planted faults are caught, right mixers are not accused."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from attention.__main__ import main as command
 from attention.from_file import load
 from mixers.cases import cases
 from mixers.check import RECURRENCES, TAKES, Mixer, Subject, check, judge, main, of_function, takes_on
-from tests.mixers.wrong_mixers import CHUNK, FAULTS, OF_SUMS, RIGHT
+from tests.mixers.wrong_mixers import CHUNK, FAULTS, OF_SUMS, RIGHT, state_in_the_inputs_precision
 
 CPU, SIZES = torch.device("cpu"), (4, 6)
 
@@ -33,6 +34,17 @@ def test_a_planted_fault_is_caught(name: str) -> None:
 @pytest.mark.parametrize("name", OF_SUMS)
 def test_a_planted_fault_of_a_sum_is_caught(name: str) -> None:
     assert caught(OF_SUMS[name], "mamba2", frozenset({"beta", "scale"})) == "decays"
+
+
+@pytest.mark.slow
+def test_a_state_in_16_bits_is_caught_where_its_rounding_adds_up() -> None:
+    (case,) = (case for case in cases(RECURRENCES["gdn"], (16, 24), CHUNK, TAKES) if case.group == "long")
+    mixers = {"right": RIGHT["chunked"], "wrong": state_in_the_inputs_precision}
+    shares = {
+        name: judge(Subject(name, mixer, case.recurrence), replace(case, dtype="bf16"), CPU).share
+        for name, mixer in mixers.items()
+    }
+    assert shares["right"] < 0.5 < 1 < shares["wrong"]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,12 @@ def test_a_document_of_a_packed_row_is_what_it_is_alone(name: str) -> None:
     out, _ = layer(x, documents)
     for begin, end in ((0, 1), (1, 18), (18, 20), (20, 40)):
         assert_close(out[:, begin:end], layer(x[:, begin:end])[0], rtol=1e-5, atol=1e-6)
+    _, state = layer(x[:, :21], documents[:, :21])  # one token of the last document
+    out, _ = layer(x[:, 21:], state=state)
+    assert_close(out, layer(x[:, 20:])[0][:, 1:], rtol=1e-5, atol=1e-6)
+    _, state = layer(x[:, :9], documents[:, :9])
+    out, _ = layer(x[:, 9:], documents[:, 9:], state)
+    assert_close(out, layer(x, documents)[0][:, 9:], rtol=1e-5, atol=1e-6)
 
 
 def test_the_convolution_is_torchs() -> None:

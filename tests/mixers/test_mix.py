@@ -102,20 +102,25 @@ def packed(lengths: list[int]) -> Tensor:
 
 
 @BY_NAME
-@pytest.mark.parametrize("mixer", ["recurrent", "chunked"])
-def test_a_document_of_a_packed_row_has_the_bits_that_it_has_alone(recurrence: Recurrence, mixer: str) -> None:
+@pytest.mark.parametrize(
+    ("mixer", "sizes"), [("recurrent", (16, 8)), ("chunked", (16, 8)), ("chunked", (7, 5)), ("chunked", (24, 1))]
+)
+def test_a_document_of_a_packed_row_has_the_bits_that_it_has_alone(
+    recurrence: Recurrence, mixer: str, sizes: tuple[int, int]
+) -> None:
     lengths = [5, 16, 1, 33, 48, 7]
-    inputs = {name: x.float() for name, x in tensors(recurrence, (1, 3, sum(lengths), 16, 8)).items()}
+    inputs = {name: x.float() for name, x in tensors(recurrence, (2, 3, sum(lengths), *sizes)).items()}
     del inputs["initial"]
-    row = both(recurrence, inputs, mixer, documents=packed(lengths))
+    row = both(recurrence, inputs, mixer, documents=packed(lengths).expand(2, -1))
+    second = {name: x[1:] for name, x in inputs.items()}
     begin = 0
     for length in lengths:
         piece = slice(begin, begin + length)
-        alone, _ = mix(recurrence=recurrence, mixer=mixer, **{name: x[:, :, piece] for name, x in inputs.items()})
-        assert torch.equal(row["out"][:, :, piece], alone)
+        alone, _ = mix(recurrence=recurrence, mixer=mixer, **{name: x[:, :, piece] for name, x in second.items()})
+        assert torch.equal(row["out"][1:, :, piece], alone)
         begin += length
-    _, state = mix(recurrence=recurrence, mixer=mixer, **{name: x[:, :, -7:] for name, x in inputs.items()})
-    assert torch.equal(row["state"], state)
+    _, state = mix(recurrence=recurrence, mixer=mixer, **{name: x[:, :, -7:] for name, x in second.items()})
+    assert torch.equal(row["state"][1:], state)
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,14 @@ def delta_without_beta(inputs: MixerInputs, recurrence: Recurrence, scale: float
 
 
 def token_by_token(
-    inputs: MixerInputs, scale: float, read: Callable[[Tensor, Tensor], Tensor], removes: float | None = None
+    inputs: MixerInputs,
+    scale: float,
+    read: Callable[[Tensor, Tensor], Tensor],
+    removes: float | None = None,
+    narrow: bool = False,
 ) -> Result:
-    """The delta rule of the state that `read` chooses, before or after the decay, removed `removes` or beta times."""
+    """The delta rule of the state that `read` chooses, before or after the decay, removed `removes` or beta times;
+    narrow: a state in v's precision."""
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (inputs.q, inputs.k, inputs.v))
     B, H, T, K = k.shape
     state = v.new_zeros(B, H, K, v.shape[-1]) if inputs.initial is None else inputs.initial
@@ -195,6 +200,7 @@ def token_by_token(
         found = (k[:, :, t, None] @ read(before, state))[:, :, 0]
         written = beta * v[:, :, t] - (beta if removes is None else removes) * found
         state = state + k[:, :, t, :, None] * written[:, :, None]
+        state = state.to(inputs.v.dtype).to(state.dtype) if narrow else state
         outs.append(scale * (q[:, :, t, None] @ state)[:, :, 0])
     return torch.stack(outs, dim=2).to(inputs.v.dtype), state
 
@@ -207,6 +213,11 @@ def without_borders(inputs: MixerInputs, recurrence: Recurrence, scale: float) -
     beta = 1.0 if inputs.beta is None else inputs.beta[..., None]
     out = scale * (q @ k.mT).tril() @ (beta * inputs.v)
     return out, (k * G[:, :, -1:].exp()).mT @ (beta * inputs.v)
+
+
+def state_in_the_inputs_precision(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> Result:
+    """No fault in fp32."""
+    return token_by_token(inputs, scale, lambda before, after: after, narrow=True)
 
 
 # Faults of a mixer without the delta rule, documents and initial state.

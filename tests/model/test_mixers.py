@@ -109,7 +109,7 @@ def test_kernels_that_the_device_lacks_are_refused_when_the_model_is_built():
 def test_what_no_mixer_does_is_refused_in_a_sentence():
     config = Config(model=HYBRID, parallel=ParallelConfig(DataParallel.shard), device="cpu")
     (sentence,) = mistakes(config)
-    assert sentence.startswith("model.layers needs parallel.data=replicate and parallel.context=1")
+    assert sentence.startswith("Mixers in model.layers need parallel.data=replicate and parallel.context=1")
     with pytest.raises(WeightsError, match=r"No architecture of transformers has this model's model\.layers"):
         describe(build(HYBRID), attention_dropout=0.0)
     assert len(attention_shape(Config(model=HYBRID), CPU, torch.float32).scores) == 2
