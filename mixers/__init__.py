@@ -37,7 +37,7 @@ def mix(
     """The output (B, H, T, V) of a recurrence in v's dtype, and its last state (B, H, K, V) in fp32 (fp64 from fp64).
 
     q, k, v    (B, H, T, K) twice, (B, H, T, V)
-    log_decay  log a, at most 0: (B, H, T, 1), or (B, H, T, K) for a decay of each channel
+    log_decay  log a, finite and at most 0: (B, H, T, 1), or (B, H, T, K) for a decay of each channel
     beta       (B, H, T); None: 1
     scale      of the queries; None: K ** -0.5
     initial    the state before the first token, (B, H, K, V)

@@ -1,7 +1,7 @@
 """The layers around the recurrence, as they were published: projections, a short convolution, norms and output gates.
 
 A row of KINDS says what a layer has; the layers are those of flash-linear-attention's fla/layers, with the same sizes
-and the same initial values.
+and initial values, but for the rates of gdn: A begins between 1 and 16 here, between 0 and 16 there.
 
     q, k, v = convolution(x W_q), convolution(x W_k), convolution(x W_v)
     q, k = q / |q|, k / |k|                             keys=l2
