@@ -87,27 +87,26 @@ class ShortConvolution(nn.Module):
 
         fused  whether flash-linear-attention's kernel computes it where nothing is before x
         """
-        B, T, channels = x.shape
         inputs, numbers = x, documents
         if fused and before is None:
             out = convolution(x, self.weight, self.bias, documents)
         else:
             if before is None:
-                before = x.new_zeros(B, TAPS - 1, channels)
-            inputs = torch.cat([before.to(x.dtype), x], dim=1)
+                before = x.new_zeros(len(x), TAPS - 1, x.shape[-1])
+            inputs = torch.cat([before.to(x), x], dim=1)
             weight = self.weight.to(x.dtype)
             out = x * weight[:, -1] if self.bias is None else torch.addcmul(self.bias.to(x.dtype), x, weight[:, -1])
             numbers = None if documents is None else F.pad(documents, (TAPS - 1, 0), mode="replicate")
             for back in range(1, TAPS):
-                at = slice(TAPS - 1 - back, TAPS - 1 - back + T)
+                at = slice(TAPS - 1 - back, -back)
                 earlier = inputs[:, at]
                 if numbers is not None:
-                    earlier = earlier.where((numbers[:, at] == documents)[..., None], 0)
+                    earlier = earlier.where(numbers[:, at].eq(numbers[:, TAPS - 1 :])[..., None], 0)
                 out = torch.addcmul(out, earlier, weight[:, -1 - back])
             out = F.silu(out)
         last = inputs[:, 1 - TAPS :]
         if numbers is not None:
-            last = last.where((numbers[:, 1 - TAPS :] == numbers[:, -1:])[..., None], 0)
+            last = last.where(numbers[:, 1 - TAPS :].eq(numbers[:, -1:])[..., None], 0)
         return out, last
 
 
