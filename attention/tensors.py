@@ -32,7 +32,7 @@ def score_tensors(score: Score, named: dict[str, Any], q: Tensor) -> dict[str, T
 
 
 def version(x: Tensor | None) -> object:
-    """What differs once x has changed in place; at each call under inference_mode, whose tensors serve no other."""
+    """Differs once x has changed in place; under inference_mode, whose tensors count no changes, at each call."""
     if x is None:
         return None
     return object() if torch.is_inference_mode_enabled() or x.is_inference() else x._version
