@@ -68,8 +68,12 @@ def judged(name: str, dtype: str) -> Row:
 def timed(name: str, tokens: int) -> Iterator[Row]:
     """Milliseconds of a layer's forward and backward pass over one sequence."""
     ours, chunked = (build_mixer(name, CHANNELS, HEADS, mixer).cuda() for mixer in ("fla", "chunked"))
-    package, compiled = packages_layer(name, CHANNELS, HEADS).cuda(), torch.compile(ours, dynamic=False)
-    layers: dict[str, Any] = {"package": package, "fla": ours, "fla, compiled": compiled, "chunked": chunked}
+    layers: dict[str, Any] = {
+        "package": packages_layer(name, CHANNELS, HEADS).cuda(),
+        "fla": ours,
+        "fla, compiled": torch.compile(ours, dynamic=False),
+        "chunked": chunked,
+    }
     x = torch.randn(1, tokens, CHANNELS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     prepared = {way: partial(partial, forward_backward, layer, x) for way, layer in layers.items()}
     for way, timing in interleaved(prepared, x.device, SECONDS).items():

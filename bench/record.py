@@ -129,7 +129,9 @@ class Recorder:
 
     def __init__(self, path: Path, identity: Sequence[str], measurement: Row) -> None:
         self.path, self.identity, self.measurement = path, identity, measurement | {"ended": None}
-        self.rows = {self.key(row): row for row in read(path) if comparable(row["measurement"], measurement)}
+        earlier = read(path)
+        self.rows = {self.key(row): row for row in earlier if comparable(row["measurement"], measurement)}
+        self.dropped = len(earlier) - len(self.rows)
 
     def key(self, row: Row) -> str:
         """The identity of a row as text."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import IMPLEMENTATIONS
-from .cases import DTYPES, LONG, B, Case, cases, draw
+from .cases import DTYPES, B, Case, cases, draw
 from .fla import check_device, check_gradients, through_package
 from .recurrence import Decay, MixerError, MixerInputs, Recurrence
 from .recurrent import recurrent
@@ -176,7 +176,7 @@ def check(
     refused: dict[str, list[str]] = defaultdict(list)
     for case in cases(subject.recurrence, sizes, chunk, subject.takes):
         for dtype in dtypes:
-            if case.lengths == (LONG,) and DTYPES[dtype].itemsize > 2:
+            if case.group == "long" and DTYPES[dtype].itemsize > 2:
                 continue
             try:
                 judged[case.group].append(judge(subject, replace(case, dtype=dtype), device))

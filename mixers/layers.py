@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from . import mix
 from .fla import check_device, convolution, gated_norm, step_decays
-from .recurrence import Decay, MixerError, Recurrence
+from .recurrence import Decay, MixerError, Recurrence, document_starts
 
 TAPS = 4  # tokens that a short convolution sees
 EPS = 1e-5  # of the norms
@@ -191,15 +191,20 @@ class LinearAttention(RecurrentLayer):
         B, T, _ = x.shape
         fused = self.is_fused(x)
         before = state or MixerState(None, None, torch.zeros(B, dtype=torch.long, device=x.device))
-        positions = before.tokens[:, None] + torch.arange(T, device=x.device)  # in the document
-        if documents is not None:
-            begins = F.pad(documents.diff(dim=1) != 0, (1, 0))
-            positions = positions - positions.where(begins, 0).cummax(dim=1).values
         qkv, inputs = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1), None
         if self.conv is not None:
             qkv, inputs = self.conv(qkv, documents, before.inputs, fused)
         qk, v = qkv.split([2 * self.n_heads * self.key_dim, self.n_heads * self.value_dim], dim=-1)
-        qk = self.prepared(qk.unflatten(-1, (-1, self.key_dim)), positions)
+        qk, tokens = qk.unflatten(-1, (-1, self.key_dim)), before.tokens + T  # (B, T, 2 H, K)
+        if self.kind.keys == "elu":
+            qk = F.elu(qk) + 1
+        elif self.kind.keys == "rotary":
+            positions = before.tokens[:, None] + torch.arange(T, device=x.device)  # (B, T)
+            if documents is not None:
+                starts = document_starts(documents)
+                starts[:, 0] = False  # it goes on with the state's
+                positions = positions - positions.where(starts, 0).cummax(dim=1).values
+            qk, tokens = rotated(qk, positions), positions[:, -1] + 1
         v = v.unflatten(-1, (-1, self.value_dim))
         q, k, v = (y.transpose(1, 2) for y in (*qk.chunk(2, dim=2), v))  # (B, H, T, D)
         beta = None if self.b_proj is None else self.b_proj(x).float().sigmoid().transpose(1, 2)
@@ -215,13 +220,7 @@ class LinearAttention(RecurrentLayer):
             out = rms_norm(out, self.o_norm)
             if gate is not None:
                 out = out * (F.silu if self.kind.gate == "silu" else F.sigmoid)(gate.float())
-        return self.o_proj(out.to(x.dtype).flatten(-2)), MixerState(recurrent, inputs, positions[:, -1] + 1)
-
-    def prepared(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Queries and keys x (B, T, 2 H, K) at positions (B, T), as the recurrence takes them."""
-        if self.kind.keys == "elu":
-            return F.elu(x) + 1
-        return rotated(x, positions) if self.kind.keys == "rotary" else x
+        return self.o_proj(out.to(x.dtype).flatten(-2)), MixerState(recurrent, inputs, tokens)
 
 
 class Rates(nn.Module):

@@ -216,6 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = {"tokens": tokens, "hidden": hidden, "dtype": str(dtype).removeprefix("torch.")}
     packages = [peer.package for peer in PACKAGES.values()]
     with recording(args, arguments, IDENTITY, device, packages, **sizes) as recorder:
+        if recorder.dropped:
+            print(f"{recorder.path} has results of other software or sizes, which this measurement replaces.")
         measure_all(args, recorder)
     path = recorder.path
     rows = read(path)

@@ -38,6 +38,7 @@ def test_rows_of_other_software_sizes_or_devices_leave_the_file(tmp_path, change
     Recorder(path, ("name",), now(versions={"torch": "2", "python": "3.13"})).add({"name": "flash"})
     assert [row["name"] for row in read(path)] == ["naive", "flash"]  # what did not run does not matter
     recorder = Recorder(path, ("name",), now(**changed))
+    assert recorder.dropped == 2
     recorder.add({"name": "flash"})
     assert [row["name"] for row in read(path)] == ["flash"]
     assert len(json.loads(path.read_text())["measurements"]) == 1

@@ -80,7 +80,7 @@ def test_on_a_cpu_the_bits_are_those_of_the_number_of_threads_that_the_run_began
     """Of one thread and of two they differ, which torchrun and a process alone have by default."""
     monkeypatch.chdir(where)
     given = [*OVERRIDES, "seq_len=128", "training.batch_size=12", "training.batch_tokens=1536", "model.n_embd=128"]
-    given += ["schedule=constant", "schedule.warmup_steps=0", "training.eval_every=0", "model.n_layers=1"]
+    given += ["schedule=constant", "schedule.warmup_steps=0", "training.eval_every=0", "model.n_layers=2"]
 
     def run(name, threads, *overrides):
         """A run where torch has so many threads by default."""
@@ -93,7 +93,7 @@ def test_on_a_cpu_the_bits_are_those_of_the_number_of_threads_that_the_run_began
         return [name for name, tensor in final_state(run).items() if not torch.equal(tensor, theirs[name])]
 
     of_one, of_two = (run(f"of-{threads}", threads, *given, "training.steps=2") for threads in (1, 2))
-    assert different(of_one, of_two)
+    assert len(different(of_one, of_two)) > 10
     run("resumed", 2, *given, "training.steps=1", "training.cpu.threads=1")
     Path("resumed/.hydra/overrides.yaml").write_text(OmegaConf.to_yaml(given))
     resumed = run("resumed", 2, "resume=auto", "training.steps=2")
