@@ -65,15 +65,8 @@ stack: $(VENV)/.pip ## test every supported torch and Python, each in a temporar
 	@test -x $(BIN)/nox || $(PIP) 'nox[uv]>=2025.2.9'
 	$(BIN)/nox $(PAIRS)
 
-# For continuous integration, whose other checks use the Triton of a newer torch, and which installs torch beside the
-# rest: pip installs one package after another, and torch with Triton takes as long as all others.
-.PHONY: torch packages oldest-triton
-torch: $(VENV)/.pip
-	$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --no-deps torch triton
-
-packages: $(VENV)/.pip
-	$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) $$($(BIN)/python .ci/packages.py $(EXTRAS))
-
+# For continuous integration, whose other checks use the Triton of a newer torch.
+.PHONY: oldest-triton
 OLDEST := .cache/oldest-triton
 $(OLDEST)/.installed: $(VENV)/.pip
 	rm -rf $(OLDEST)
