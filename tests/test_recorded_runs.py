@@ -69,6 +69,7 @@ def assert_continued(run: Path, recorded: dict[str, Any], kind: str) -> None:
     assert_same([[step, loss] for step, _, loss in lines if loss is not None], recorded, kind, "val")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_resumes_with_the_same_losses(kind, folder, recorded):
     run = shutil.copytree(folder / kind, folder / f"{kind}-resumed", symlinks=True)

@@ -142,6 +142,7 @@ def test_parameters_decide_how_a_function_is_called_and_what_it_declares(target:
         assert worst(subject, case).passes, case
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:return_lse is deprecated", "ignore:flex_attention called without torch.compile")
 def test_masks_are_functions_of_block_masks_and_tensors_elsewhere():
     torch_flex, sdpa, masks = find("torch.nn.attention.flex_attention:flex_attention"), find("sdpa"), ALL["masks"]

@@ -191,6 +191,7 @@ def test_a_cut_of_the_queries_with_a_cut_of_the_keys_is_a_cut_of_the_whole(name,
         assert_cut_is_accurate(build(name), case, rows, columns, torch.float32, device_of(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*REPLAYING} & {*HAVING_ALL}))
 def test_everything_compiles_to_one_graph_that_neither_documents_nor_a_key_recompile(name):
     case = replace(EVERYTHING, T=40, S=40, documents=(10, 30))

@@ -93,6 +93,7 @@ def gradients(model: GPT, run: Any, key: DropoutKey) -> list[Any]:
     return [losses.detach(), *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.slow
 def test_compiled_into_one_graph_a_step_is_the_same():
     torch._dynamo.reset()
     computation = Computation(Recompute.around_attention, LossKind.chunked)

@@ -53,6 +53,7 @@ SHOWN_ELSEWHERE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAULTS if name not in SHOWN_ELSEWHERE])
 def test_a_fault_is_caught_in_bf16(name, caplog):
     count = 3 if name == "rare_call" else 1
