@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from data.batches import eval_batches
+from model.mistakes import model_mistakes
 from recipe.distributed.world import World
 from recipe.run import compose
+from recipe.run.arena import checked_plan
 from recipe.run.config import Config
 from tests.programs import ROOT, completed, summary
 
@@ -28,7 +30,9 @@ def commands(file: Path) -> list[list[str]]:
 def test_every_command_in_a_file_composes(file):
     assert f"experiment={file.stem}" in commands(file)[0]
     for command in commands(file):
-        compose.to_config(compose.composed(compose.jobs(command)[-1]))
+        config = compose.to_config(compose.composed(compose.jobs(command)[-1]))
+        if config.arena.arms:
+            checked_plan(config, command, lambda of_arm: model_mistakes(of_arm.model))
 
 
 def configs(experiment: str) -> list[Config]:

@@ -33,30 +33,30 @@ def caught(mixer: Mixer, name: str, takes: frozenset[str] = TAKES) -> str | None
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_caught(name: str) -> None:
+def test_a_planted_fault_is_caught(name):
     assert caught(FAULTS[name], "gdn") is not None
 
 
 @pytest.mark.parametrize("name", OF_SUMS)
-def test_a_planted_fault_of_a_sum_is_caught(name: str) -> None:
+def test_a_planted_fault_of_a_sum_is_caught(name):
     assert caught(OF_SUMS[name], "mamba2", frozenset({"beta", "scale"})) == "decays"
 
 
 @pytest.mark.slow
-def test_a_state_in_16_bits_is_caught_where_its_rounding_adds_up() -> None:
+def test_a_state_in_16_bits_is_caught_where_its_rounding_adds_up():
     (case,) = (case for case in cases(RECURRENCES["gdn"], (16, 24), CHUNK, TAKES) if case.group == "long")
-    mixers = {"right": RIGHT["chunked"], "wrong": state_in_the_inputs_precision}
-    shares = {
-        name: judge(Subject(name, mixer, case.recurrence), replace(case, lengths=(LONG,), dtype="bf16"), CPU).share
-        for name, mixer in mixers.items()
-    }
-    assert shares["right"] < 0.5 < 1 < shares["wrong"]
+    case = replace(case, lengths=(LONG,), dtype="bf16")
+    right, wrong = (
+        judge(Subject("mine", mixer, case.recurrence), case, CPU).share
+        for mixer in (RIGHT["chunked"], state_in_the_inputs_precision)
+    )
+    assert right < 0.5 < 1 < wrong
 
 
 @pytest.mark.parametrize(
     ("name", "kind"), [*product(RIGHT, ("mamba2", "gdn", "kda")), *product(("chunked",), RECURRENCES)]
 )
-def test_a_right_mixer_is_not_accused(name: str, kind: str) -> None:
+def test_a_right_mixer_is_not_accused(name, kind):
     subject = Subject(name, RIGHT[name], RECURRENCES[kind])
     dtypes = ["fp32", "bf16", "fp16", "fp64"] if (name, kind) == ("chunks of 4", "kda") else ["fp32"]
     lines = list(check(subject, CPU, dtypes, CHUNK, SIZES))
@@ -101,7 +101,7 @@ def mine(tmp_path: Path) -> Path:
     return tmp_path / "mine.py"
 
 
-def test_a_function_is_judged_by_the_recurrence_it_is_nearest_to(mine: Path) -> None:
+def test_a_function_is_judged_by_the_recurrence_it_is_nearest_to(mine: Path):
     subjects = {}
     for name in ("my_mixer", "wrong", "detached", "packages"):
         subjects[name] = of_function(name, load(f"{mine}:{name}"), None, CPU)
@@ -128,7 +128,7 @@ def test_the_command_says_what_is_right_and_what_is_wrong(
     assert "error: mixer=fla needs a GPU and not cpu" in capsys.readouterr().err
 
 
-def test_what_is_no_mixer_is_left_to_the_check_of_attention(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_mixer_is_left_to_the_check_of_attention(mine: Path, capsys: pytest.CaptureFixture[str]):
     for arguments in (["--quick", "kda"], [f"{mine}:attention"], ["nowhere:mixer"]):
         assert not takes_on(arguments, load)
     for arguments in (["chunked-kda"], [f"{mine}:attention", "--mixer", "linear"]):
