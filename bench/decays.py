@@ -1,14 +1,12 @@
 """How long the heads of a trained model's mixers remember: a picture of their decays.
 
-    python -m bench.decays outputs/<date>/<time>-naive                 writes decays.png into the folder
-    python -m bench.decays <folder> --text README.md
+    python -m bench.decays <run folder>      writes decays.png into it
 
 A decay a per token halves a state in log(1/2) / log(a) tokens. Each head has a line from the 10th to the 90th
-percentile over the tokens and channels of the text, and a dot at the median.
+percentile over the tokens of README.md and the channels, and a dot at the median.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,27 +56,22 @@ def draw(figure: Figure, lives: Sequence[Tensor]) -> None:
     label_axes(axes, "tokens until half of a state is left", "layer with a mixer; a dot for each head")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw the picture; returns 0, or 1 for a model without decays."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw the picture."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.decays", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="a run folder")
-    parser.add_argument("--text", type=Path, default=ROOT / "README.md", help="that the model reads")
     args = parser.parse_args(arguments)
     trained = load_trained(args.run, ModelChoice(device="cpu"))
-    lives = half_lives(trained, args.text.read_text(encoding="utf-8"))
+    lives = half_lives(trained, (ROOT / "README.md").read_text(encoding="utf-8"))
     if not lives:
-        print(
-            f"error: {args.run} has no layer with a decay; name a run of model=gdn or another mixer.", file=sys.stderr
-        )
-        return 1
+        parser.error(f"{args.run} has no layer with a decay; name a run of model=gdn or another mixer.")
     out = args.run / "decays.png"
     chart = Chart("decays", "How long heads remember", "", lambda figure: draw(figure, lives))
     out.write_bytes(render_png(chart))
     print(out)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

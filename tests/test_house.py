@@ -96,15 +96,15 @@ def cycle(found: Imports) -> list[str]:
     return []
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_circle():
     assert not cycle(imports(ROOT))
 
 
-def test_packages_import_only_those_below_them() -> None:
+def test_packages_import_only_those_below_them():
     assert not arrows_up(imports(ROOT), PACKAGES, depth=0)
 
 
-def test_rooms_of_the_recipe_import_only_those_below_them() -> None:
+def test_rooms_of_the_recipe_import_only_those_below_them():
     found = {name: targets for name, targets in imports(ROOT).items() if name.startswith("recipe.")}
     assert not arrows_up(found, ROOMS, depth=1)
 
@@ -119,7 +119,7 @@ def test_rooms_of_the_recipe_import_only_those_below_them() -> None:
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import recipe.training.b", False),
     ],
 )
-def test_an_arrow_up_and_a_circle_are_noticed_however_they_are_written(tmp_path: Path, lower: str, wrong: bool) -> None:
+def test_an_arrow_up_and_a_circle_are_noticed_however_they_are_written(tmp_path, lower, wrong):
     for room, content in (("errors", lower), ("training", "from recipe.errors.b import g")):
         (tmp_path / "recipe" / room).mkdir(parents=True)
         (tmp_path / "recipe" / room / "b.py").write_text(content)
@@ -129,7 +129,7 @@ def test_an_arrow_up_and_a_circle_are_noticed_however_they_are_written(tmp_path:
     assert bool(cycle(found)) == wrong
 
 
-def test_no_package_outgrows_its_budget() -> None:
+def test_no_package_outgrows_its_budget():
     found = sizes()
     assert {name: size.tokens for name, size in found.items() if size.tokens > BUDGETS[name]} == {}
     assert sum(size.files for name, size in found.items() if name != "tests") <= MOST_FILES
@@ -142,5 +142,5 @@ def test_no_package_outgrows_its_budget() -> None:
     ("source", "tokens"),
     [("x = 1", 3), ('"""A module."""\n# why\nx = 1\n', 3), ('def f():\n    """Says."""\n    return f"{1} {2}"\n', 7)],
 )
-def test_docstrings_and_comments_are_free_and_an_f_string_is_one_token(source: str, tokens: int) -> None:
+def test_docstrings_and_comments_are_free_and_an_f_string_is_one_token(source, tokens):
     assert code_tokens(source) == tokens

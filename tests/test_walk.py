@@ -72,7 +72,7 @@ def is_of_a_page(value: Any) -> bool:
 
 
 @pytest.mark.slow
-def test_folders_come_back_twelve_times_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_come_back_twelve_times_at_most(tmp_path, monkeypatch):
     configuration, trained = kinds(Config()), train.train
     walks: list[int] = []
 

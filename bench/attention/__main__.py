@@ -146,6 +146,7 @@ LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 HEAD_SIZES = (64, 128)
 DROPOUTS = (0.0, 0.1)
 MASKS = ("causal", "full")
+SECONDS = 0.1  # of timing for each implementation and pass
 # The size of the work: tokens of a batch, channels of all heads together, and the dtype.
 SIZES = {"cuda": (16384, 2048, torch.bfloat16), "cpu": (64, 16, torch.float32)}
 IDENTITY = ("head_size", "variant", "dropout", "length", "name")
@@ -194,7 +195,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     known = list(dict.fromkeys([*candidates(), *PACKAGES]))
     parser.add_argument("--only", nargs="+", choices=known, metavar="NAME", help=f"some of {', '.join(known)}")
     parser.add_argument("--device", default="cuda", choices=SIZES)
-    parser.add_argument("--seconds", type=float, default=0.1, help="of timing for each implementation and pass")
     args = parser.parse_args(arguments)
     if args.device == "cuda":
         require_gpu(parser, "; --device cpu measures small sizes on this CPU")
@@ -234,7 +234,7 @@ def measure_all(args: argparse.Namespace, recorder: Recorder) -> None:
     for n, problem in enumerate(todo, 1):
         described = ", ".join(f"{name} {value}" for name, value in describe(problem).items())
         print(f"{n}/{len(todo)}: {described}", flush=True)
-        recorder.add(*measure(problem, chosen, args.seconds))
+        recorder.add(*measure(problem, chosen, SECONDS))
         release(problem.device)
 
 

@@ -13,8 +13,6 @@ REMOVED: dict[str, str] = {
     "arena.match": "give an arm its own model.mlp_width, with which it has as many parameters as the baseline",
     "arena.baseline": "the first of arena.arms is the baseline: write it first",
     "arena.lr_seeds": "leave it out: learning rates are tried on two seeds",
-    "arena.stage": "leave it out: the plan of an arena holds the stage of each run",
-    "arena.size": "leave it out: the plan of an arena holds the size of each run",
     "model.log_scale": "score=scalable multiplies scores by a learned factor of log(n + 1)",
     "optimizer.eps": "leave it out: it is 1e-8",
     "parallel.context_by": "leave it out: ranks exchange heads where these divide evenly, else keys",

@@ -91,7 +91,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_of_attention_gym_is_a_formula(name: str) -> None:
+def test_an_example_of_attention_gym_is_a_formula(name):
     torch.manual_seed(0)
     example = EXAMPLES[name]
     q, k, v = torch.randn(3, B, H, T, D)
@@ -106,7 +106,7 @@ def test_an_example_of_attention_gym_is_a_formula(name: str) -> None:
     torch.testing.assert_close(out, expected)
 
 
-def test_the_page_of_formulas_lists_some_of_these_examples() -> None:
+def test_the_page_of_formulas_lists_some_of_these_examples():
     """A row names one example or more, and has their formulas in the same order."""
     section = PAGE.read_text().split("## The examples of flex_attention")[1].split("\n## ")[0]
     listed: dict[str, Any] = {}

@@ -77,7 +77,7 @@ def replay_of(function: Any, tensors: Sequence[Tensor]) -> Any:
     return Writer(recording, tensors, results).replay()
 
 
-def test_a_replay_computes_what_the_call_computes() -> None:
+def test_a_replay_computes_what_the_call_computes():
     replay = replay_of(compute, [torch.randn(2, 4), torch.randn(2, 4)])
     for _ in range(3):
         tensors = [torch.randn(2, 4), torch.randn(2, 4)]
@@ -105,12 +105,12 @@ UNRECORDED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("function", UNRECORDED.values(), ids=UNRECORDED)
-def test_a_call_that_does_more_than_allocate_and_launch_is_not_replayed(function: Any) -> None:
+def test_a_call_that_does_more_than_allocate_and_launch_is_not_replayed(function):
     with pytest.raises(UnrecordedError):
         replay_of(function, [torch.randn(2, 4), torch.randn(2, 4)])
 
 
-def test_this_triton_has_the_names_that_replays_use() -> None:
+def test_this_triton_has_the_names_that_replays_use():
     """As on a GPU: without them every call would go through Triton."""
     source = " ".join(inspect.getsource(nvidia.CudaLauncher).split())
     head = "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, "

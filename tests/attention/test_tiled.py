@@ -144,7 +144,7 @@ def test_tiles_have_at_least_one_row_and_column():
 
 
 @pytest.mark.parametrize("score", [Score(), Score(sinks=True), Score(alibi=True, sinks=True)])
-def test_a_compiled_call_without_gradients_takes_any_number_of_tensors(score: Score) -> None:
+def test_a_compiled_call_without_gradients_takes_any_number_of_tensors(score):
     torch.compiler.reset()  # other tests of this process have compiled the call as often as the compiler allows
     q, k, v, _ = Case(1, 2, 2, 9, 9, 4).tensors(torch.float32)
     attend, sinks = tiled(), torch.tensor([0.5, -1.0]) if score.sinks else None

@@ -37,9 +37,7 @@ def results(name: str, D: int, seed: int = 0) -> list[Tensor]:
 
 @COMMON_SIZES
 @pytest.mark.parametrize("name", CALLS)
-def test_the_third_call_is_replayed_and_computes_the_same_bits(
-    name: str, D: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_third_call_is_replayed_and_computes_the_same_bits(name: str, D: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "REPLAYS", {})
     first, second, third = (results(name, D, seed) for seed in (1, 0, 1))
     assert_equal(first, third)
@@ -48,7 +46,7 @@ def test_the_third_call_is_replayed_and_computes_the_same_bits(
     assert len(written) == (1 if name in ("sinks", "positions") else 2)  # whose backward does more than launch
 
 
-def test_where_a_profiler_has_a_hook_triton_launches() -> None:
+def test_where_a_profiler_has_a_hook_triton_launches():
     for _ in range(3):
         results("causal", 64)
     launches: list[Any] = []
@@ -62,7 +60,7 @@ def test_where_a_profiler_has_a_hook_triton_launches() -> None:
 
 
 @TWO_GPUS
-def test_another_gpu_computes_the_same_bits() -> None:
+def test_another_gpu_computes_the_same_bits():
     expected = [results("dropout", 64) for _ in range(3)][-1]
     with torch.cuda.device(1):
         for _ in range(3):
@@ -70,7 +68,7 @@ def test_another_gpu_computes_the_same_bits() -> None:
     assert_equal(results("dropout", 64), expected)
 
 
-def test_a_tensor_of_the_score_may_start_anywhere() -> None:
+def test_a_tensor_of_the_score_may_start_anywhere():
     q = torch.randn(1, 3, 256, 64, device="cuda", dtype=torch.bfloat16)
     attend, slopes = build_attention(AttentionConfig("flash")), torch.rand(4, device="cuda")
     for x in (slopes[:3].clone(), slopes[1:]):
@@ -78,7 +76,7 @@ def test_a_tensor_of_the_score_may_start_anywhere() -> None:
         assert torch.equal(attend(q, q, q, score=Score(alibi=True), slopes=x).out, expected)
 
 
-def test_threads_and_streams_launch_at_the_same_time() -> None:
+def test_threads_and_streams_launch_at_the_same_time():
     expected = [results("dropout", 64, seed) for seed in range(4)]
     torch.cuda.synchronize()
 

@@ -26,7 +26,7 @@ def meter(device: torch.device, tokens: int = 1000, flops: float = 2e6) -> StepM
 
 
 @pytest.mark.whole_gpu
-def test_steps_are_timed_on_the_device_while_the_host_runs_ahead(device: torch.device) -> None:
+def test_steps_are_timed_on_the_device_while_the_host_runs_ahead(device):
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     m = meter(device)
     for _ in range(2):
@@ -50,7 +50,7 @@ def test_steps_are_timed_on_the_device_while_the_host_runs_ahead(device: torch.d
     assert measured == pytest.approx(done, rel=0.15)
 
 
-def test_mfu_of_a_matrix_product_is_the_share_of_the_peak_that_its_time_makes(device: torch.device) -> None:
+def test_mfu_of_a_matrix_product_is_the_share_of_the_peak_that_its_time_makes(device):
     """By the host's clock over all steps, which other processes on the GPU slow down just as much."""
     peak = peak_flops(device_name(device), "bf16")
     if peak is None:
@@ -78,7 +78,7 @@ def test_mfu_of_a_matrix_product_is_the_share_of_the_peak_that_its_time_makes(de
     assert measured["throughput/mfu_causal"] == pytest.approx(measured["throughput/mfu_full"] / 2)
 
 
-def test_memory_peaks_are_of_the_interval_and_leave_pauses_out(device: torch.device) -> None:
+def test_memory_peaks_are_of_the_interval_and_leave_pauses_out(device):
     m = meter(device)
     base = torch.cuda.memory_allocated(device) / GIB
 

@@ -64,7 +64,7 @@ def right(name: str) -> Subject:
 
 
 @pytest.mark.parametrize("name", RECURRENCES)
-def test_the_packages_kernels_compute_the_recurrence(name: str) -> None:
+def test_the_packages_kernels_compute_the_recurrence(name):
     """Two documents and the rest, in heads of 64: the check of all cases is `gpt-attention check fla-<name>`."""
     subject = right(name)
     case = Case("documents", subject.recurrence, (64, 64), (130, 1, 69), dtype="bf16")
@@ -72,7 +72,7 @@ def test_the_packages_kernels_compute_the_recurrence(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_a_layer_computes_what_the_packages_layer_computes(name: str) -> None:
+def test_a_layer_computes_what_the_packages_layer_computes(name):
     torch.manual_seed(0)
     C, H = 256, 4
     theirs = packages_layer(name, C, H).cuda()
@@ -93,7 +93,7 @@ def test_a_layer_computes_what_the_packages_layer_computes(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "documents"), [("retnet", False), ("gdn", False), ("kda", True), ("mamba2", True)])
-def test_a_layers_gradients_are_those_of_plain_pytorch(name: str, documents: bool) -> None:
+def test_a_layers_gradients_are_those_of_plain_pytorch(name, documents):
     """With the package's kernels around the recurrence beside none of them."""
     torch.manual_seed(0)
     layers = {way: build_mixer(name, 256, 4, way).cuda() for way in ("fla", "chunked")}

@@ -63,7 +63,7 @@ def batch(step: int, device: torch.device) -> Batch:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_run_with_the_probe_is_bitwise_the_run_without_it(compiled: bool, device: torch.device) -> None:
+def test_a_run_with_the_probe_is_bitwise_the_run_without_it(compiled, device):
     config = AttentionConfig(name="flash", dropout=0.1)
     probe = ParityProbe(ParityConfig(every=3), config, shape(device))
     histories, peaks = [], []
@@ -96,7 +96,7 @@ def test_a_run_with_the_probe_is_bitwise_the_run_without_it(compiled: bool, devi
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_flash_is_naive_up_to_rounding(dropout: float, precision: Precision, device: torch.device) -> None:
+def test_flash_is_naive_up_to_rounding(dropout, precision, device):
     config = AttentionConfig(name="flash", dropout=dropout)
     trained = trainer(device, config, precision)
     probe = ParityProbe(ParityConfig(every=10), config, shape(device, precision.dtype))
@@ -111,7 +111,7 @@ def test_flash_is_naive_up_to_rounding(dropout: float, precision: Precision, dev
 
 
 @pytest.mark.whole_gpu  # the probe takes as much as is free
-def test_a_reference_that_does_not_fit_gets_less(device: torch.device) -> None:
+def test_a_reference_that_does_not_fit_gets_less(device):
     config = AttentionConfig(name="flash")
     trained = trainer(device, config)
     # Hundreds of MiB: far more than the allocator keeps in segments that are partly in use.

@@ -18,13 +18,13 @@ def random(*shape: int, seed: int = 1, device: str = "cuda", dtype: torch.dtype 
     return (0.3 * torch.randn(shape, generator=generator, device=device)).to(dtype)
 
 
-def test_the_gpu_has_them() -> None:
+def test_the_gpu_has_them():
     assert has_fast_products(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 1001, 32_768])
-def test_products_with_gelu_are_pytorchs_up_to_rounding(rows: int, bias: bool) -> None:
+def test_products_with_gelu_are_pytorchs_up_to_rounding(rows, bias):
     x, w1, w2 = random(rows, 768), random(3072, 768, seed=2), random(768, 3072, seed=3)
     b1 = random(3072, seed=4) if bias else None
     g, h = linear_gelu(x, w1, b1)
@@ -37,7 +37,7 @@ def test_products_with_gelu_are_pytorchs_up_to_rounding(rows: int, bias: bool) -
     torch.testing.assert_close(gelu_gradient(x, w2, h).float(), exact.grad, rtol=2**-5, atol=2**-5)
 
 
-def test_a_graph_captures_products_that_were_never_called() -> None:
+def test_a_graph_captures_products_that_were_never_called():
     x, w = random(8192, 1024), random(1024, 1024, seed=2)
     right = linear_gelu(x, w, None)
     PLANS.clear()
@@ -49,7 +49,7 @@ def test_a_graph_captures_products_that_were_never_called() -> None:
 
 
 @TWO_GPUS
-def test_products_run_on_the_gpu_of_their_tensors() -> None:
+def test_products_run_on_the_gpu_of_their_tensors():
     results = []
     for device in ("cuda:0", "cuda:1"):
         x, w = random(8192, 1024, device=device), random(1024, 1024, seed=2, device=device)

@@ -23,7 +23,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(group: str, tmp_path: Path) -> None:
+def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(group, tmp_path):
     """Replicated and sharded, compiled and eager. Replicated and sharded compile to different kernels."""
     command = [sys.executable, *TORCHRUN, "-m", "tests.gpu.several_gpus", str(tmp_path), group]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -36,7 +36,7 @@ def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(group: str, tmp_p
             assert ranks[0][f"replicate, {name}"] == ranks[0][f"shard, {name}"]
 
 
-def test_no_gpu_has_the_whole_model_that_it_shards(tmp_path: Path) -> None:
+def test_no_gpu_has_the_whole_model_that_it_shards(tmp_path):
     command = [sys.executable, *TORCHRUN, "-m", "tests.recipe.distributed.building", "cuda", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True)
     ranks = [json.loads((tmp_path / f"{rank}-of-2.json").read_text()) for rank in range(2)]
@@ -45,9 +45,7 @@ def test_no_gpu_has_the_whole_model_that_it_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["parallel.data=replicate", "parallel.data=shard"])
-def test_a_signal_to_one_rank_saves_and_ends_all_within_a_step_and_twenty_seconds(
-    override: str, tmp_path: Path
-) -> None:
+def test_a_signal_to_one_rank_saves_and_ends_all_within_a_step_and_twenty_seconds(override: str, tmp_path: Path):
     """GPT-2 124M with its moments: 1.5 GB."""
     shutil.copy(os.__file__, tmp_path / "text.txt")
     overrides = [

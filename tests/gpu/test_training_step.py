@@ -167,7 +167,7 @@ def test_a_step_that_is_not_finite_changes_no_weight_in_a_replay_either(optimize
     ("n_sites", "B", "T", "C"), [(3, 2, 40, 96), (5, 1, 1, 30), (25, 2, 1024, 768), (1, 1, 4100, 1600)]
 )
 @pytest.mark.parametrize("p", [1 / 256, 0.1, 255 / 256])
-def test_residual_masks_are_those_of_the_cpu(p: float, n_sites: int, B: int, T: int, C: int) -> None:
+def test_residual_masks_are_those_of_the_cpu(p, n_sites, B, T, C):
     key = DropoutKey(seed=1337, step=2, layer=0, first_sequence=5)
     for ours, theirs in zip(
         *(draw_masks(key, p, n_sites, B, T, C, torch.device(d)) for d in ("cuda", "cpu")), strict=True
@@ -176,7 +176,7 @@ def test_residual_masks_are_those_of_the_cpu(p: float, n_sites: int, B: int, T: 
 
 
 @TWO_GPUS
-def test_kernels_run_on_the_gpu_of_their_tensors() -> None:
+def test_kernels_run_on_the_gpu_of_their_tensors():
     """Tensors on another GPU than the current one give the same results as on the current one."""
     key, results = DropoutKey(seed=1, step=2, layer=0, first_sequence=3), []
     for device in (torch.device("cuda:0"), torch.device("cuda:1")):
@@ -188,7 +188,7 @@ def test_kernels_run_on_the_gpu_of_their_tensors() -> None:
     assert_equal(*results)
 
 
-def test_compiled_residual_dropout_drops_by_the_keep_mask() -> None:
+def test_compiled_residual_dropout_drops_by_the_keep_mask():
     n_sites, B, T, C = 5, 4, 100, 320
     key = DropoutKey(seed=1337, step=2, layer=0, first_sequence=5)
     x = torch.randn(B, T, C, device=DEVICE, requires_grad=True)

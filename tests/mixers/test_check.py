@@ -112,7 +112,7 @@ def test_a_function_is_judged_by_the_recurrence_it_is_nearest_to(mine: Path):
 
 def test_the_command_says_what_is_right_and_what_is_wrong(
     mine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     options = ["--device", "cpu", "--chunk", "4", "--dtypes", "fp32", "--json", str(mine.with_suffix(".json"))]
     monkeypatch.setattr("sys.argv", ["gpt-attention", "check", f"{mine}:my_mixer", *options])
     assert command() == 0

@@ -25,12 +25,12 @@ PARAMETERS = {
 
 
 @BY_NAME
-def test_a_layer_has_the_published_parameters(name: str) -> None:
+def test_a_layer_has_the_published_parameters(name):
     assert sum(p.numel() for p in build_mixer(name, 64, 4).parameters()) == PARAMETERS[name]
 
 
 @BY_NAME
-def test_tokens_one_by_one_give_what_one_pass_gives(name: str) -> None:
+def test_tokens_one_by_one_give_what_one_pass_gives(name):
     torch.manual_seed(0)
     layer, x = build_mixer(name, 64, 4).double(), torch.randn(2, 21, 64, dtype=torch.float64)
     expected, last = layer(x)
@@ -44,7 +44,7 @@ def test_tokens_one_by_one_give_what_one_pass_gives(name: str) -> None:
 
 
 @BY_NAME
-def test_a_document_of_a_packed_row_is_what_it_is_alone(name: str) -> None:
+def test_a_document_of_a_packed_row_is_what_it_is_alone(name):
     torch.manual_seed(0)
     layer, x = build_mixer(name, 64, 4).double(), torch.randn(1, 40, 64, dtype=torch.float64)
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor([1, 17, 2, 20]))[None]
@@ -59,7 +59,7 @@ def test_a_document_of_a_packed_row_is_what_it_is_alone(name: str) -> None:
     assert_close(out, layer(x, documents)[0][:, 9:], rtol=1e-5, atol=1e-6)
 
 
-def test_the_convolution_is_torchs() -> None:
+def test_the_convolution_is_torchs():
     torch.manual_seed(0)
     conv, x = ShortConvolution(6, bias=True), torch.randn(2, 9, 6)
     assert conv.bias is not None
@@ -69,7 +69,7 @@ def test_the_convolution_is_torchs() -> None:
     assert_close(conv(x, None, None)[0], expected)
 
 
-def test_rates_are_the_published_ones() -> None:
+def test_rates_are_the_published_ones():
     torch.manual_seed(0)
     x = torch.randn(2, 5, 64)
     gdn: Any = build_mixer("gdn", 64, 4).decay
@@ -82,7 +82,7 @@ def test_rates_are_the_published_ones() -> None:
     assert_close(retnet(x)[0, :, 0, 0].exp(), torch.tensor([1 - 2.0**-n for n in (5, 6, 7, 8)]))
 
 
-def test_a_mixer_that_does_not_fit_is_refused() -> None:
+def test_a_mixer_that_does_not_fit_is_refused():
     with pytest.raises(MixerError, match="mamba3 is no mixer; choose one of linear, "):
         build_mixer("mamba3", 64, 4)
     with pytest.raises(MixerError, match="do not divide into 5 heads"):

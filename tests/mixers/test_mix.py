@@ -45,7 +45,7 @@ def both(recurrence: Recurrence, inputs: dict[str, Any], mixer: str, **options: 
     return {"out": out, "state": state} | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
 
 
-def test_the_definition_of_one_channel_by_hand() -> None:
+def test_the_definition_of_one_channel_by_hand():
     """With K = V = 1: S_1 = 0.5 * 2 + 1 * 3 * (4 - 3 * 0.5 * 2) = 4, o_1 = 5 * 4 = 20."""
     one = [torch.full((1, 1, 1, 1), x, dtype=torch.float64) for x in (5.0, 3.0, 4.0)]
     options = {
@@ -70,7 +70,7 @@ class Work(TorchDispatchMode):
         return results
 
 
-def test_the_work_of_chunks_grows_with_the_tokens() -> None:
+def test_the_work_of_chunks_grows_with_the_tokens():
     work = []
     for tokens in (256, 1024):
         inputs = tensors(Recurrence(Decay.head, True), (1, 1, tokens, 8, 8))
@@ -80,7 +80,7 @@ def test_the_work_of_chunks_grows_with_the_tokens() -> None:
     assert work[1] < 4.1 * work[0]
 
 
-def test_linear_attention_is_causal_attention_without_the_softmax() -> None:
+def test_linear_attention_is_causal_attention_without_the_softmax():
     inputs = tensors(Recurrence(), (2, 3, 20, 8, 5))
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     expected = (q @ k.mT * 8**-0.5).tril() @ v
@@ -90,7 +90,7 @@ def test_linear_attention_is_causal_attention_without_the_softmax() -> None:
 
 @BY_NAME
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 47, 48, 49, 65])
-def test_chunks_equal_the_definition_with_all_gradients(recurrence: Recurrence, tokens: int) -> None:
+def test_chunks_equal_the_definition_with_all_gradients(recurrence, tokens):
     inputs = tensors(recurrence, (2, 2, tokens, 8, 12))
     expected, found = both(recurrence, inputs, "recurrent"), both(recurrence, inputs, "chunked")
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
@@ -107,7 +107,7 @@ def packed(lengths: list[int]) -> Tensor:
 )
 def test_a_document_of_a_packed_row_has_the_bits_that_it_has_alone(
     recurrence: Recurrence, mixer: str, sizes: tuple[int, int]
-) -> None:
+):
     lengths = [5, 16, 1, 33, 48, 7]
     inputs = {name: x.float() for name, x in tensors(recurrence, (2, 3, sum(lengths), *sizes)).items()}
     del inputs["initial"]
@@ -132,13 +132,13 @@ def test_a_document_of_a_packed_row_has_the_bits_that_it_has_alone(
         ({"beta": torch.ones(1, 1, 5)}, r"beta has the shape \(1, 1, 5\)"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(change: dict[str, Any], says: str) -> None:
+def test_what_does_not_fit_is_refused_in_a_sentence(change, says):
     x = torch.ones(1, 1, 4, 2)
     with pytest.raises(MixerError, match=says):
         mix(x, x, x, **({"recurrence": Recurrence()} | change))
 
 
-def test_gradients_that_triton_compiles_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_triton_compiles_wrong_are_refused(monkeypatch):
     device, gated = torch.device("cuda"), Recurrence(Decay.head, True)
     module = import_module("mixers.fla")  # the package has the function by that name
     check_gradients = module.check_gradients.__wrapped__  # without what earlier calls found
@@ -153,7 +153,7 @@ def test_gradients_that_triton_compiles_wrong_are_refused(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_the_package_gets_the_bounds_of_todays_documents(inference: bool) -> None:
+def test_the_package_gets_the_bounds_of_todays_documents(inference):
     with torch.inference_mode(inference):
         documents = torch.tensor([[0, 0, 7], [7, 7, 7]])
         assert bounds(documents).tolist() == [0, 2, 3, 6]
