@@ -25,6 +25,7 @@ from recipe.training.optimizer import (
     build_muon,
     check_optimizer,
     learning_rate,
+    orthogonal,
     set_learning_rate,
     update_parameters,
 )
@@ -34,6 +35,7 @@ from tests.recipe.training import test_loop
 
 STEPS, PEAK = 1000, 3e-3
 ONE, NEVER = torch.tensor(1.0), torch.tensor(False)
+CPU = "recipe.training.optimizer.get_cpu_capability"
 
 
 def small_model() -> nn.Module:
@@ -117,7 +119,22 @@ def small_gpt() -> GPT:
     return built(GPTConfig(n_layers=2, n_heads=4, n_kv_heads=2, n_embd=32, bias=True), 8, 20)
 
 
-def test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest():
+@pytest.mark.parametrize("shape", [(48, 80), (80, 48)])
+def test_a_cpu_without_instructions_for_bf16_rounds_alike(shape, monkeypatch):
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = x.double() / x.double().norm(dim=(1, 2), keepdim=True)
+    for _ in range(5):  # Jordan et al. 2024
+        products = exact @ exact.mT
+        exact = 3.4445 * exact + (-4.7750 * products + 2.0315 * products @ products) @ exact
+    errors = {}
+    for cpu in ("AVX512", "AVX2"):
+        monkeypatch.setattr(CPU, lambda cpu=cpu: cpu)
+        errors[cpu] = (orthogonal(x) - exact).norm().item()
+    assert errors["AVX2"] == pytest.approx(errors["AVX512"], rel=0.05)
+
+
+def test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest(monkeypatch):
+    monkeypatch.setattr(CPU, lambda: "AVX512")
     model, reference = small_gpt(), small_gpt()
     config = OptimizerConfig(name="muon", lr=0.02, muon_lr=0.04, momentum=0.9, weight_decay=0.1)
     optimizer = build_muon(model, config)
