@@ -45,9 +45,8 @@ def draw(figure: Figure, lives: Sequence[Tensor]) -> None:
     """The lines of all heads, layer by layer."""
     axes = figure.subplots()
     for layer, percentiles in enumerate(lives):
-        H = percentiles.shape[1]
         for head, (low, middle, high) in enumerate(percentiles.T.tolist()):
-            x = layer + (head + 0.5) / H * 0.8 + 0.1
+            x = layer + (head + 0.5) / percentiles.shape[1] * 0.8 + 0.1
             axes.plot([x, x], [low, high], color=COLOURS["grid"], linewidth=4, solid_capstyle="round")
             axes.plot([x], [middle], "o", color=COLOURS["other-0"], markersize=4)
     whole = torch.cat([percentiles.flatten() for percentiles in lives])
@@ -56,20 +55,19 @@ def draw(figure: Figure, lives: Sequence[Tensor]) -> None:
     label_axes(axes, "tokens until half of a state is left", "layer with a mixer; a dot for each head")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Draw the picture."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.decays", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="a run folder")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     trained = load_trained(args.run, ModelChoice(device="cpu"))
     lives = half_lives(trained, (ROOT / "README.md").read_text(encoding="utf-8"))
     if not lives:
         parser.error(f"{args.run} has no layer with a decay; name a run of model=gdn or another mixer.")
     out = args.run / "decays.png"
-    chart = Chart("decays", "How long heads remember", "", lambda figure: draw(figure, lives))
-    out.write_bytes(render_png(chart))
+    out.write_bytes(render_png(Chart("decays", "How long heads remember", "", lambda figure: draw(figure, lives))))
     print(out)
 
 

@@ -54,7 +54,7 @@ def command_line(module: str, description: str | None, name: str) -> argparse.Ar
     )
     parser.set_defaults(module=module)
     parser.add_argument("--name", default=name, help=f"of the result file, {name}-<device>.json")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="of the result file")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     return parser
 
 

@@ -125,7 +125,7 @@ def load_any(run: Path, choice: ModelChoice, seq_len: int | None = None, documen
             end_at_answers(tokenizer, run)
         vocab_size = tokenizer.n_vocab
     trained_with = config.attention.name
-    if is_in_file(trained_with) and not is_in_file(attention or ""):
+    if is_in_file(trained_with) and Path(attention or "").name != Path(trained_with).name:
         raise ConfigError(
             f"run={run} was trained with attention={trained_with}, and what is in a file runs only where the command "
             f"names it; use attention={trained_with}."

@@ -24,7 +24,6 @@ REMOVED: dict[str, str] = {
     "tracking=tensorboard": "choose tracking=offline, W&B in the run folder; metrics.jsonl has every metric",
     "tracking.mode=tensorboard": "choose tracking=offline, W&B in the run folder; metrics.jsonl has every metric",
     "training.cpu.products": "leave it out: linear layers take their products from torch",
-    "training.cpu_products": "leave it out: linear layers take their products from torch",
     "training.cuda_graph": "leave it out: a compiled step is replayed as a CUDA graph wherever it can be",
     "training.loss": "leave it out: a large vocabulary's loss is computed in chunks on a GPU",
     "training.memory_snapshot": "training.profile=true shows the steps; torch.cuda.memory records allocations",

@@ -18,7 +18,7 @@ SMALL = [part for name, value in SIZES.items() for part in (f"--{name}", str(val
 CPU = torch.device("cpu")
 
 
-def run(folder, *arguments: str) -> list[dict]:
+def run(folder, *arguments):
     """The rows of the result file after a measurement."""
     main([*SMALL, "--results", str(folder), "--name", "some", *arguments])
     (path,) = folder.glob("some-*.json")

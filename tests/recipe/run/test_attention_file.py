@@ -98,8 +98,9 @@ def test_a_run_trains_as_naive_does_and_goes_on_with_the_same_file_alone(folder,
     digest = hashlib.sha256(FUNCTION.encode()).hexdigest()
     assert read_manifest(checkpoint).metadata["attention_file"] == digest
 
-    with pytest.raises(ConfigError, match=r"use attention=lib/mine\.py:attend"):
-        sample.main(["run=run", "tokens=2", "device=cpu"])
+    for other in ([], ["attention=lib/other.py:attend"]):
+        with pytest.raises(ConfigError, match=r"use attention=lib/mine\.py:attend"):
+            sample.main(["run=run", "tokens=2", "device=cpu", *other])
     capsys.readouterr()
     sample.main(["run=run", "tokens=2", "prompt=to", "device=cpu", "attention=lib/mine.py:attend"])
     assert capsys.readouterr().out.startswith("to")
