@@ -272,15 +272,22 @@ def main(arguments: Sequence[str], load: Load) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtypes", default="fp32,bf16,fp16", help="precisions, of fp32, bf16, fp16, fp64")
     parser.add_argument("--chunk", type=int, default=64, help="tokens of its chunks, around which lengths are tried")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
+    parser.add_argument("--json", type=Path, help="a file for the result as JSON")
     asked = parser.parse_args(arguments)
-    device, dtypes = torch.device(asked.device), asked.dtypes.split(",")
+    dtypes = asked.dtypes.split(",")
     try:
-        if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
-            raise MixerError(f"--dtypes {unknown[0]} is not known; choose from {', '.join(DTYPES)}.")
+        device = torch.device(asked.device)
+        torch.zeros(1, device=device)
+        for dtype in dtypes:
+            if dtype not in DTYPES:
+                raise MixerError(f"--dtypes {dtype} is not known; choose from {', '.join(DTYPES)}.")
+        if asked.chunk < 1:
+            raise MixerError(f"--chunk {asked.chunk} must be 1 or more.")
+        if asked.json:
+            asked.json.touch()
         target = asked.target
         subject = named(target, device) if target in NAMES else of_function(target, load(target), asked.mixer, device)
-    except ValueError as error:  # MixerError, or what `load` raises
+    except (ValueError, OSError, RuntimeError, AssertionError) as error:  # of `load`, the device and the file too
         print(f"error: {error}", file=sys.stderr)
         return 2
     kind, delta = subject.recurrence.decay.value, "with" if subject.recurrence.delta else "without"
@@ -289,11 +296,16 @@ def main(arguments: Sequence[str], load: Load) -> int:
     for line in check(subject, device, dtypes, asked.chunk, (64, 64) if device.type == "cuda" else (16, 24)):
         print(f"  {line.status:<6}{line.group:<12}{line.detail}")
         lines.append(line)
-    wrong = any(line.status == "FAIL" for line in lines)
-    compared = any(line.status == "ok" for line in lines) or wrong
-    headline = "wrong" if wrong else "correct" if compared else "nothing was compared"
-    print(f"\n{headline}")
-    if asked.json is not None:
-        content = {"correct": compared and not wrong, "lines": [line._asdict() for line in lines]}
-        asked.json.write_text(json.dumps({"mixer": subject.name, "device": str(device)} | content, indent=1))
+    statuses = {line.status for line in lines}
+    wrong = "FAIL" in statuses
+    compared = wrong or "ok" in statuses
+    print("\nwrong" if wrong else "\ncorrect" if compared else "\nnothing was compared")
+    if asked.json:
+        content = {
+            "mixer": subject.name,
+            "device": str(device),
+            "correct": compared and not wrong,
+            "lines": [line._asdict() for line in lines],
+        }
+        asked.json.write_text(json.dumps(content, indent=1))
     return 1 if wrong else 0 if compared else 2

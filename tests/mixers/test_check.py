@@ -101,7 +101,7 @@ def mine(tmp_path: Path) -> Path:
     return tmp_path / "mine.py"
 
 
-def test_a_function_is_judged_by_the_recurrence_it_is_nearest_to(mine: Path):
+def test_a_function_is_judged_by_the_recurrence_it_is_nearest_to(mine):
     subjects = {}
     for name in ("my_mixer", "wrong", "detached", "packages"):
         subjects[name] = of_function(name, load(f"{mine}:{name}"), None, CPU)
@@ -110,9 +110,7 @@ def test_a_function_is_judged_by_the_recurrence_it_is_nearest_to(mine: Path):
     assert subjects["packages"].takes == {"beta", "scale", "initial", "documents"}
 
 
-def test_the_command_says_what_is_right_and_what_is_wrong(
-    mine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_command_says_what_is_right_and_what_is_wrong(mine, capsys, monkeypatch):
     options = ["--device", "cpu", "--chunk", "4", "--dtypes", "fp32", "--json", str(mine.with_suffix(".json"))]
     monkeypatch.setattr("sys.argv", ["gpt-attention", "check", f"{mine}:my_mixer", *options])
     assert command() == 0
@@ -128,7 +126,7 @@ def test_the_command_says_what_is_right_and_what_is_wrong(
     assert "error: mixer=fla needs a GPU and not cpu" in capsys.readouterr().err
 
 
-def test_what_is_no_mixer_is_left_to_the_check_of_attention(mine: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_no_mixer_is_left_to_the_check_of_attention(mine, capsys):
     for arguments in (["--quick", "kda"], [f"{mine}:attention"], ["nowhere:mixer"]):
         assert not takes_on(arguments, load)
     for arguments in (["chunked-kda"], [f"{mine}:attention", "--mixer", "linear"]):
@@ -138,5 +136,6 @@ def test_what_is_no_mixer_is_left_to_the_check_of_attention(mine: Path, capsys: 
     assert not takes_on([f"{broken}:mixer"], load)
     assert main([f"{broken}:mixer"], load) == 2
     assert "cannot be imported: NameError: name 'undefined' is not defined" in capsys.readouterr().err
-    assert main(["chunked-gdn", "--dtypes", "fp8"], load) == 2
-    assert "--dtypes fp8 is not known" in capsys.readouterr().err
+    for option in ("--dtypes=fp8", "--chunk=0", "--device=banana", "--json=nowhere/x"):
+        assert main(["chunked-gdn", option], load) == 2
+        assert option.partition("=")[2] in capsys.readouterr().err
