@@ -276,8 +276,6 @@ def main(arguments: Sequence[str], load: Load) -> int:
     asked = parser.parse_args(arguments)
     dtypes = asked.dtypes.split(",")
     try:
-        device = torch.device(asked.device)
-        torch.zeros(1, device=device)
         for dtype in dtypes:
             if dtype not in DTYPES:
                 raise MixerError(f"--dtypes {dtype} is not known; choose from {', '.join(DTYPES)}.")
@@ -285,27 +283,37 @@ def main(arguments: Sequence[str], load: Load) -> int:
             raise MixerError(f"--chunk {asked.chunk} must be 1 or more.")
         if asked.json:
             asked.json.touch()
+        try:
+            device = torch.device(asked.device)
+            torch.zeros(1, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise MixerError(f"--device {asked.device} is not here: {error}") from error
         target = asked.target
         subject = named(target, device) if target in NAMES else of_function(target, load(target), asked.mixer, device)
-    except (ValueError, OSError, RuntimeError, AssertionError) as error:  # of `load`, the device and the file too
+    except (ValueError, OSError) as error:  # MixerError, or of `load` or the file
         print(f"error: {error}", file=sys.stderr)
         return 2
-    kind, delta = subject.recurrence.decay.value, "with" if subject.recurrence.delta else "without"
-    print(f"{subject.name} on {device}: decay={kind}, {delta} the delta rule\n")
+    print(
+        f"{subject.name} on {device}: decay={subject.recurrence.decay.value}, "
+        f"{'with' if subject.recurrence.delta else 'without'} the delta rule\n"
+    )
     lines = []
     for line in check(subject, device, dtypes, asked.chunk, (64, 64) if device.type == "cuda" else (16, 24)):
         print(f"  {line.status:<6}{line.group:<12}{line.detail}")
         lines.append(line)
     statuses = {line.status for line in lines}
-    wrong = "FAIL" in statuses
-    compared = wrong or "ok" in statuses
-    print("\nwrong" if wrong else "\ncorrect" if compared else "\nnothing was compared")
+    status = 1 if "FAIL" in statuses else 0 if "ok" in statuses else 2
+    print(f"\n{('correct', 'wrong', 'nothing was compared')[status]}")
     if asked.json:
-        content = {
-            "mixer": subject.name,
-            "device": str(device),
-            "correct": compared and not wrong,
-            "lines": [line._asdict() for line in lines],
-        }
-        asked.json.write_text(json.dumps(content, indent=1))
-    return 1 if wrong else 0 if compared else 2
+        asked.json.write_text(
+            json.dumps(
+                {
+                    "mixer": subject.name,
+                    "device": asked.device,
+                    "correct": status == 0,
+                    "lines": [line._asdict() for line in lines],
+                },
+                indent=1,
+            )
+        )
+    return status
