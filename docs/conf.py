@@ -18,6 +18,7 @@ html_title = project
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 html_extra_path = ["_build/extra"]  # learn's page, which make puts there
+html_show_sphinx = False
 html_show_copyright = False
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

@@ -20,6 +20,7 @@ from recipe.infer.huggingface.starting import is_folder, start_from
 from recipe.run.build import build_gpt
 from recipe.run.config import Config, ConfigError
 from recipe.run.recorded import read_config
+from recipe.run.resume import check_attention_file
 from recipe.run.run_folder import CONFIG
 from recipe.training.checkpoint import CheckpointError, best_checkpoint, load_checkpoint, newest_valid
 from recipe.training.device import resolve_device, resolve_precision
@@ -149,6 +150,7 @@ def load_any(run: Path, choice: ModelChoice, seq_len: int | None = None, documen
     if start is None:
         model = build_gpt(used, vocab_size, on, dtype)
         checkpoint = load_weights(model, run, choice)
+        check_attention_file(run, checkpoint, used.attention.name, False)
     else:
         for name in ("checkpoint", "weights"):  # of which a folder of transformers has one
             if (value := getattr(choice, name)) is not getattr(ModelChoice, name):

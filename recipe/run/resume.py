@@ -83,8 +83,8 @@ def check_attention_file(run: Path, checkpoint: Path, name: Any, is_new: bool) -
         return
     if file.is_file() and digest_of(file) != metadata.get("attention_file"):
         raise ConfigError(
-            f"{file} is not the attention of {checkpoint}; put {run / file.name} back there, or give the new one "
-            f"another name and choose it with attention=<file>.py:{name.rpartition(':')[2]}."
+            f"{file} is not the attention of {checkpoint}; put {run / file.name} back there. To resume with the new "
+            f"one, give it another name and choose it with attention=<file>.py:{name.rpartition(':')[2]}."
         )
 
 

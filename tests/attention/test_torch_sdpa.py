@@ -61,7 +61,7 @@ def test_the_switch_makes_the_kernels_active_and_gives_torchs_back():
         Case(T=35, S=20, H=1, H_kv=1),
     ],
 )
-def test_sdpa_computes_the_formula_and_its_gradients(case: Case, active: None):
+def test_sdpa_computes_the_formula_and_its_gradients(case, active):
     features = frozenset({"causal", "full", "scale", "grouped", "empty", "lse"})
     subject = Subject("sdpa", "", "sdpa", sdpa, "plain", features)
     assert_judged_right(subject, case)
@@ -76,12 +76,12 @@ def test_sdpa_computes_the_formula_and_its_gradients(case: Case, active: None):
         Case(T=33, S=33, H=1, H_kv=1, causal=False),
     ],
 )
-def test_varlen_attn_computes_the_formula_and_its_gradients(case: Case, active: None):
+def test_varlen_attn_computes_the_formula_and_its_gradients(case, active):
     assert_judged_right(find("varlen"), case)
 
 
 @with_varlen
-def test_varlen_attn_out_fills_the_tensor_that_it_is_given(active: None):
+def test_varlen_attn_out_fills_the_tensor_that_it_is_given(active):
     q, bounds = torch.randn(12, 2, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
     out = torch.empty_like(q)
     varlen.varlen_attn_out(out, q, q, q, bounds, bounds, 7, 7, window_size=(-1, 0))
@@ -90,7 +90,7 @@ def test_varlen_attn_out_fills_the_tensor_that_it_is_given(active: None):
     assert torch.equal(out, expected)
 
 
-def test_the_outputs_besides_out_have_the_shapes_that_torch_expects(active: None):
+def test_the_outputs_besides_out_have_the_shapes_that_torch_expects(active):
     q = torch.randn(2, 3, 20, 16)
     with torch.device("meta"):
         expected = aten._scaled_dot_product_flash_attention(*3 * [torch.empty_like(q)])
@@ -107,7 +107,7 @@ def refuses(why: str) -> Any:
     return pytest.raises(UnsupportedAttention, match=f"gpt_attention_flash, which is active .*{why}.*sdpa_kernel")
 
 
-def test_calls_that_the_kernels_lack_are_refused_with_a_remedy(active: None):
+def test_calls_that_the_kernels_lack_are_refused_with_a_remedy(active):
     q = torch.randn(1, 2, 8, 16)
     with refuses("set dropout_p to 0, not 0.1"):
         aten._scaled_dot_product_flash_attention(q, q, q, 0.1)
@@ -116,7 +116,7 @@ def test_calls_that_the_kernels_lack_are_refused_with_a_remedy(active: None):
 
 
 @with_varlen
-def test_calls_of_varlen_attn_that_the_kernels_lack_are_refused(active: None):
+def test_calls_of_varlen_attn_that_the_kernels_lack_are_refused(active):
     x = torch.randn(8, 2, 16)
     bounds, others = torch.tensor([0, 8], dtype=torch.int32), torch.tensor([0, 4, 8], dtype=torch.int32)
     with refuses("cu_seq_q and cu_seq_k must be equal"):

@@ -37,7 +37,7 @@ def results(name: str, D: int, seed: int = 0) -> list[Tensor]:
 
 @COMMON_SIZES
 @pytest.mark.parametrize("name", CALLS)
-def test_the_third_call_is_replayed_and_computes_the_same_bits(name: str, D: int, monkeypatch: pytest.MonkeyPatch):
+def test_the_third_call_is_replayed_and_computes_the_same_bits(name, D, monkeypatch):
     monkeypatch.setattr(launch, "REPLAYS", {})
     first, second, third = (results(name, D, seed) for seed in (1, 0, 1))
     assert_equal(first, third)

@@ -45,7 +45,7 @@ def test_no_gpu_has_the_whole_model_that_it_shards(tmp_path):
 
 
 @pytest.mark.parametrize("override", ["parallel.data=replicate", "parallel.data=shard"])
-def test_a_signal_to_one_rank_saves_and_ends_all_within_a_step_and_twenty_seconds(override: str, tmp_path: Path):
+def test_a_signal_to_one_rank_saves_and_ends_all_within_a_step_and_twenty_seconds(override, tmp_path):
     """GPT-2 124M with its moments: 1.5 GB."""
     shutil.copy(os.__file__, tmp_path / "text.txt")
     overrides = [

@@ -46,7 +46,7 @@ def test_the_switch_exchanges_the_kernels_and_gives_torchs_back():
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_sdpa_and_varlen_attn_compute_the_formula_and_its_gradients(dtype: str, active: None):
+def test_sdpa_and_varlen_attn_compute_the_formula_and_its_gradients(dtype, active):
     for name, case in (
         ("sdpa-flash", Case(T=515, S=515, D=64, B=2, H=4, H_kv=2, dtype=dtype)),
         ("sdpa-flash", Case(T=129, S=300, D=128, causal=False, dtype=dtype)),
@@ -57,7 +57,7 @@ def test_sdpa_and_varlen_attn_compute_the_formula_and_its_gradients(dtype: str, 
         assert_judged_right(find(name), case, "cuda")
 
 
-def test_a_compiled_layer_of_torch_runs_them_with_the_same_result(active: None):
+def test_a_compiled_layer_of_torch_runs_them_with_the_same_result(active):
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(256, 4, batch_first=True, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -74,7 +74,7 @@ def test_a_compiled_layer_of_torch_runs_them_with_the_same_result(active: None):
         assert (a - b).norm() <= 0.01 * a.norm()
 
 
-def test_dropout_is_refused(active: None):
+def test_dropout_is_refused(active):
     q, k, v = tensors()
     with pytest.raises(UnsupportedAttention, match="set dropout_p to 0"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)

@@ -98,17 +98,20 @@ def test_a_run_trains_as_naive_does_and_goes_on_with_the_same_file_alone(folder,
     digest = hashlib.sha256(FUNCTION.encode()).hexdigest()
     assert read_manifest(checkpoint).metadata["attention_file"] == digest
 
+    asked = ["run=run", "tokens=2", "prompt=to", "device=cpu"]
     for other in ([], ["attention=lib/other.py:attend"]):
         with pytest.raises(ConfigError, match=r"use attention=lib/mine\.py:attend"):
-            sample.main(["run=run", "tokens=2", "device=cpu", *other])
+            sample.main([*asked, *other])
     capsys.readouterr()
-    sample.main(["run=run", "tokens=2", "prompt=to", "device=cpu", "attention=lib/mine.py:attend"])
+    sample.main([*asked, "attention=lib/mine.py:attend"])
     assert capsys.readouterr().out.startswith("to")
 
     assert train("resume=run", "training.steps=3") == 0
     Path("lib/mine.py").write_text(FUNCTION + "changed = True\n")
     said = "lib/mine.py is not the attention of run/checkpoints/step-00000003"
     assert said in refused("resume=run", "training.steps=4")
+    with pytest.raises(ConfigError, match=said):
+        sample.main([*asked, "attention=lib/mine.py:attend"])
     assert train("resume=run", "training.steps=4", "attention=naive") == 0
 
 
