@@ -86,13 +86,6 @@ class Call(NamedTuple):
     formula: tuple[Tensor, ...] = ()
     factors: Tensor | None = None
 
-    @property
-    def has_inputs(self) -> bool:
-        """Whether there are tensors besides q, k and v."""
-        # By lengths: torch 2.11's compiler takes no tuple for a truth value.
-        some = self.spec.documents or len(self.tensors) > 0 or len(self.formula) > 0
-        return some or self.dropout_key is not None or self.factors is not None
-
 
 class Attention(ABC):
     """An implementation of attention, built once from its configuration and called by every layer.
@@ -187,7 +180,7 @@ class Attention(ABC):
         this implementation does not support.
         """
         check_inputs(q, k, v, layout)
-        self.check_features(score.features() if layout is ONE_DOCUMENT else score.features() | layout.features())
+        self.check_features(score.features() | layout.features())
         call = self.call(q, score, layout, scale, dropout_key, tensors)
         # q, k and v set the precision; autocast must not change what an implementation computes in fp32.
         with without_autocast(q.device.type):

@@ -28,7 +28,7 @@ DOCSTRING = re.compile(r'(?:\A|:(?: *#.*)?\n)\s*r?"""')  # of a module, or after
 # Most code tokens of each package; a package within another does not count there again.
 BUDGETS = {
     "attention/check": 32_900,
-    "attention/flash": 72_000,
+    "attention/flash": 72_800,
     "attention": 46_700,
     "mixers": 11_100,
     "model": 23_600,
@@ -37,10 +37,10 @@ BUDGETS = {
     "recipe/training": 17_200,
     "recipe/distributed": 12_150,
     "recipe/infer": 21_600,
-    "recipe/compare": 29_750,
+    "recipe/compare": 29_300,
     "recipe": 2_700,
     "learn": 8_750,
-    "bench": 20_000,
+    "bench": 19_700,
     "docs": 500,
     "records": 300,
     ".": 5_000,

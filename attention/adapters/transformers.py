@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -91,11 +91,23 @@ class Visible:
     causal: bool
     window: int | None = None
     layout: Layout = ONE_DOCUMENT
+    made: dict[Any, Tensor] = field(default_factory=dict, compare=False)
 
     ndim = 4
 
     def contiguous(self) -> Visible:
         return self
+
+    def lengths(self, keys: Tensor, length: int) -> Tensor:
+        """(B,) int32, the same tensor for all layers; graphs make their own."""
+        in_graph = torch.compiler.is_compiling() or (keys.is_cuda and torch.cuda.is_current_stream_capturing())
+        asked = keys.shape[0], length, keys.device
+        lengths = None if in_graph else self.made.get(asked)
+        if lengths is None:
+            lengths = torch.full(asked[:1], length, dtype=torch.int32, device=keys.device)
+            if not in_graph:
+                self.made[asked] = lengths
+        return lengths
 
 
 def attend(
@@ -142,7 +154,7 @@ def attend(
     if query.shape[2] == 1 and score.causal and layout.document_starts is None and inference:
         # Up to the next token's key: a static cache has room for more.
         seen = layout.query_start(1, key.shape[2]) - layout.k_start + 1
-        cache = Cache(key, value, torch.full((len(key),), seen, dtype=torch.int32, device=key.device))
+        cache = Cache(key, value, attention_mask.lengths(key, seen))
         out = implementation(name, 0.0, query).decode(query, cache, **computed).out
     else:
         drop = layer_key(name, module, dropout)
@@ -287,8 +299,7 @@ def padding_starts(mask: Tensor, seen: int, length: int) -> Tensor | None:
     end = first + mask.sum(dim=1, keepdim=True)
     if not torch.equal(mask, (position >= first) & (position < end)):
         raise refused("padding between the tokens of a sequence")
-    starts = torch.where(position < first, 0, torch.where(position < end, first, end))
-    return starts.to(torch.int32)
+    return torch.where(position < first, 0, torch.where(position < end, first, end)).to(torch.int32)
 
 
 def refused(what: str) -> UnsupportedAttention:

@@ -12,8 +12,6 @@ Where tensors of the scores learn from 16 bits, see `Spec.learns`, `dq_kernel` a
 without the roundings of o and ~p, for all that comes after dq.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

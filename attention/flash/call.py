@@ -76,8 +76,7 @@ class Problem(NamedTuple):
     @property
     def visible(self) -> int:
         """The number of keys that a query sees, or may see."""
-        window = self.spec.score.window
-        return min(self.keys, window or DOCUMENT_LENGTH) if self.spec.bounded else self.keys
+        return min(self.keys, self.spec.score.window or DOCUMENT_LENGTH) if self.spec.bounded else self.keys
 
     @property
     def has_horizons(self) -> bool:

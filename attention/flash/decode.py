@@ -13,9 +13,7 @@ the same result beside any other sequences, contiguous or in pages.
 Lengths are read on the device; programs beyond a sequence's end return at once.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +31,7 @@ from ..scores.soft_cap import soft_cap_tanh
 from ..spec import Inputs, Spec
 from .call import KernelCall, Mode
 from .formula import Place, kernel_inputs, with_row_terms
-from .launch import launch, replayed
+from .launch import launch, likeness, replayed
 from .score import LOG2_E, Positions, change_scores, key_interval, log2_factor, seen_keys
 from .tiles import dot, kernel_mode, strided
 
@@ -133,6 +131,8 @@ def decode_kernel(
     Without partial results the program writes out and lse itself.
     """
     PAGE: tl.constexpr = BLOCKS.page
+    if PAGE is None:
+        capacity = k.shape[2]
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
@@ -306,15 +306,25 @@ def choose_blocks(rows: int, head_dim: int, mode: Mode) -> DecodeBlocks:
 
 
 def run_decode(
-    q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], spec: Spec
+    q: Tensor, cache: Sequence[Tensor], inputs: Sequence[Tensor], spec: Spec, alike: Hashable = None
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D) against a Cache to out (B, H, T, D) and lse (B, H, T).
 
-    cache   k, v, lengths and pages, as Cache has them
+    cache   k, v, lengths and pages, as `present` gives them
     inputs  slopes and sinks, (H,) fp32, where the score has them, and a formula's values
+    alike   `likeness_of_cache` of q and the cache, where there are no inputs
     """
-    n = sum(x is not None for x in cache)
-    return replayed(compute_decode, (q, *cache[:n], *inputs), spec, n)  # type: ignore[arg-type]
+    return replayed(compute_decode, (q, *cache, *inputs), spec, len(cache), alike=alike)
+
+
+def likeness_of_cache(q: Tensor, cache: Sequence[Tensor]) -> Hashable:
+    """`likeness` for a decode without inputs, which may have a cache that is made anew for each token."""
+    return likeness((q, *cache), UNIT.value if len(cache) == 3 and cache[0].ndim == cache[1].ndim == 4 else 0)
+
+
+def present(cache: Sequence[Tensor | None]) -> list[Tensor]:
+    """k, v, lengths and, where there are some, pages."""
+    return [x for x in cache if x is not None]
 
 
 def compute_decode(tensors: Sequence[Tensor], spec: Spec, n: int) -> tuple[Tensor, Tensor]:
@@ -347,8 +357,7 @@ def compute_decode(tensors: Sequence[Tensor], spec: Spec, n: int) -> tuple[Tenso
             spec.scale * LOG2_E.value,
             G,
             T,
-            capacity,
-            None if pages is None else pages.stride(0),
+            *(None, None) if pages is None else (capacity, pages.stride(0)),
             BLOCKS=blocks._replace(page=None if pages is None else k.shape[2], early=early),
             MODE=mode,
             num_warps=blocks.warps,
@@ -375,7 +384,7 @@ def decode_from_text(
     q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], spec: str
 ) -> tuple[Tensor, Tensor]:
     """`run_decode`, from the text of a Spec."""
-    return run_decode(q, cache, inputs, Spec.read(spec))
+    return run_decode(q, present(cache), inputs, Spec.read(spec))
 
 
 flash_decode = custom_operator(

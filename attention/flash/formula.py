@@ -9,8 +9,6 @@ the functions' names end in a digest of it, because Triton's cache on disk knows
     weights             value, and its derivatives by all inputs of the formula
 """
 
-from __future__ import annotations
-
 import hashlib
 import linecache
 from collections.abc import Sequence

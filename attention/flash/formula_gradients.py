@@ -12,8 +12,6 @@ ds w over the scores that depend on it. Every sum has a fixed order, without ato
 Weights are recomputed from the log-sum-exp, as in backward.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

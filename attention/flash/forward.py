@@ -20,8 +20,6 @@ queries' precision, the same everywhere.
     q' = A q        dq = A dq'        dA = rowsum(dq' q)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,6 +12,7 @@ file alone; where a release has other names, nothing is replayed.
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,11 +23,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..gpu import ALIGNMENT
+from .tiles import Strided
 
 aten = torch.ops.aten
 ZEROS = (aten.zeros.default, aten.new_zeros.default)
 ALLOCATIONS = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, *ZEROS)
 GRAIN = 512  # bytes, as torch's allocator aligns tensors
+DESCRIBED = 128  # sets of addresses whose descriptors are kept: those of a model's layers
 Replay = Callable[[Sequence[Tensor]], Any]
 
 REPLAYS: dict[Hashable, Replay | Literal[False]] = {}  # False: one such call was seen
@@ -75,12 +78,31 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         modes[-1].launches.append(Launch(compiled, grid, arguments, len(kernel.arg_names) - len(arguments)))
 
 
-def replayed(function: Callable[..., Any], tensors: Sequence[Tensor], *rest: Hashable) -> Any:
-    """function(tensors, *rest), whose results are tensors that it allocates."""
+def likeness(tensors: Sequence[Tensor], unit: int = 0) -> Hashable:
+    """The same for tensors whose calls differ in nothing but addresses.
+
+    unit  not 0 where tensors[1] and [2] grow from call to call, (B, H, T, D): launches have them as `strided` gives
+          them, and depend on T besides by the number of units alone
+    """
+    alike: list[Any] = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT) for x in tensors]
+    for i in (1, 2) if unit else ():
+        alike[i] = growth(*alike[i][:2], unit), *alike[i][2:]
+    return tuple(alike)
+
+
+@lru_cache(maxsize=1024)
+def growth(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> Hashable:
+    """What `likeness` has of a tensor that grows: besides T's units, all that Triton compiles a kernel for."""
+    B, H, T, D = shape
+    return B, H, T // -unit, D, *((x == 1, x % 16 == 0, x >= 2**31) for x in (T, *strides))
+
+
+def replayed(function: Callable[..., Any], tensors: Sequence[Tensor], *rest: Hashable, alike: Hashable = None) -> Any:
+    """function(tensors, *rest), whose results are tensors that it allocates; `alike` is the `likeness` of tensors."""
     first = tensors[0]
     if not first.is_cuda or has_hooks() or first.get_device() != torch.cuda.current_device():
         return function(tensors, *rest)
-    key = (function, rest, first.device, *[(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT) for x in tensors])
+    key = (function, rest, alike or likeness(tensors))
     replay = REPLAYS.get(key)
     if replay:
         return replay(tensors)
@@ -112,15 +134,18 @@ def has_hooks() -> bool:
 class Writer:
     """Writes the function that does with other tensors what was recorded with these.
 
-    names    of values in its source
-    lines    of its source
+    names         of values in its source
+    lines         of its source
+    descriptors   expressions of its tensor descriptors, which depend on `described`, addresses, alone
     """
 
     def __init__(self, recording: Recording, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         self.recording, self.tensors, self.results = recording, tensors, results
         self.driver = triton.runtime.driver.active
-        self.names: dict[str, Any] = {"empty": torch.empty_strided}
+        self.names: dict[str, Any] = {"empty": torch.empty_strided, "cache": lru_cache(DESCRIBED)}
         self.lines: list[str] = []
+        self.descriptors: list[str] = []
+        self.described: dict[str, None] = {}
 
     def replay(self) -> Replay:
         """Raises UnrecordedError; another exception where Triton has other names."""
@@ -132,10 +157,13 @@ class Writer:
         self.lines += [f"p{i} = tensors[{i}].data_ptr()" for i in range(len(self.tensors))]
         self.allocate()
         self.lines.append(f"stream = {self.value(self.driver.get_current_stream)}({self.tensors[0].get_device()})")
-        for call in self.recording.launches:
-            self.launch(call)
-        self.lines.append(f"return {', '.join(map(self.result, self.results))},")
-        exec("def replay(tensors):\n " + "\n ".join(self.lines), self.names)
+        launches = [self.launch(call) for call in self.recording.launches]
+        addresses = ", ".join(self.described)
+        describe = f"@cache\ndef describe({addresses}):\n return {', '.join(self.descriptors)},\n"
+        if self.descriptors:  # to encode them takes longer than a launch, and layers have the same addresses each step
+            self.lines.append(f"d = describe({addresses})")
+        self.lines += [*launches, f"return {', '.join(map(self.result, self.results))},"]
+        exec(describe * bool(addresses) + "def replay(tensors):\n " + "\n ".join(self.lines), self.names)
         return self.names["replay"]
 
     def allocate(self) -> None:
@@ -153,7 +181,7 @@ class Writer:
             self.lines.append(f"rest = empty(({size},), (1,), dtype={self.value(torch.uint8)}, device={device})")
             self.lines += ["start = rest.data_ptr()", *parts]
 
-    def launch(self, call: Launch) -> None:
+    def launch(self, call: Launch) -> str:
         """A line that launches a kernel without Triton's look at its arguments."""
         compiled, grid, arguments, n_constants = call
         run, descriptions = compiled.run, iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
@@ -176,7 +204,7 @@ class Writer:
         function = run.launch  # in C; where there are descriptors, within a function that makes them
         if inspect.isfunction(function):
             function = inspect.getclosurevars(function).nonlocals["launcher"]
-        self.lines.append(f"{self.value(function)}({', '.join(head + parts)})")
+        return f"{self.value(function)}({', '.join(head + parts)})"
 
     def descriptor(self, x: Any, description: dict[str, Any]) -> list[str]:
         """The arguments of the kernel in C for a tensor descriptor."""
@@ -185,27 +213,33 @@ class Writer:
         utils = self.driver.utils
         fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # before Triton 3.7
         shape, strides = [*map(str, x.shape)], [*map(str, x.strides)]
-        block = self.value(description["block_size"])
-        numbers = f"{description['swizzle']}, {description['elem_size']}, {DTYPES[description['elem_type']]}, {block}"
-        layout = f"({', '.join(shape)},), ({', '.join(strides)},)"
-        return [f"{self.value(fill)}({self.address(x.base)}, {numbers}, {layout}, 0)", *shape, *strides]
+        numbers = f"{description['swizzle']}, {description['elem_size']}, {DTYPES[description['elem_type']]}"
+        layout = f"{self.value(description['block_size'])}, ({', '.join(shape)},), ({', '.join(strides)},)"
+        address = self.address(x.base)
+        self.described[address.split()[0]] = None
+        self.descriptors.append(f"{self.value(fill)}({address}, {numbers}, {layout}, 0)")
+        return [f"d[{len(self.descriptors) - 1}]", *shape, *strides]
 
     def argument(self, x: Any) -> str:
         """A kernel's argument."""
         if isinstance(x, Tensor):
             return self.address(x)
+        if isinstance(x, Strided) and (i := self.place(x.pointer)) in (1, 2):  # which may grow, see `likeness`
+            return f"(p{i}, *tensors[{i}].stride()[:3], (0, *tensors[{i}].shape[1:]))"
         if isinstance(x, tuple):
             return f"({''.join(f'{self.argument(y)}, ' for y in x)})"
         return self.value(x)
 
+    def place(self, x: Tensor) -> int | None:
+        """Of a tensor among those of the call; None for others."""
+        return next((i for i, y in enumerate(self.tensors) if x is y), None)
+
     def address(self, x: Tensor) -> str:
         """Of a tensor of the call, or in a tensor that it allocates. Raises UnrecordedError for others."""
-        for i, y in enumerate(self.tensors):
-            if x is y:
-                return f"p{i}"
+        if (i := self.place(x)) is not None:
+            return f"p{i}"
         for i, (room, _) in enumerate(self.recording.rooms):
-            offset = x.data_ptr() - room.data_ptr()
-            if 0 <= offset < room.nbytes:
+            if 0 <= (offset := x.data_ptr() - room.data_ptr()) < room.nbytes:
                 return f"r{i} + {offset}"
         raise UnrecordedError
 

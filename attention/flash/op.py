@@ -4,9 +4,8 @@ torch.compile does not look into custom operators and knows their results' shape
 break; the dropout key is a tensor among their arguments, so new steps and replayed CUDA graphs draw new masks.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import operator
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd.function import once_differentiable
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .. import gpu
 from ..decode.cache import Cache
@@ -24,8 +21,9 @@ from ..dropout import drop_threshold
 from ..errors import Option, UnsupportedAttention
 from ..formula.hoist import scaled_queries as scale
 from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE, DeviceOf, custom_operator
-from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
-from ..options import ProductPrecision
+from ..interface import CAUSAL, FEATURES, ONE_DOCUMENT, Attention, AttentionOutput, AttentionShape, Call
+from ..options import AttentionConfig, ProductPrecision
+from ..score import Score
 from ..scores import OPTIONS
 from ..spec import Inputs, Spec
 from .call import KernelCall, Problem, as_options, has_code, recognised, with_options
@@ -34,19 +32,18 @@ if HAS_TRITON:
     import triton
 
     from .backward import Gradients, room_for_ds, slopes_gradient
-    from .decode import flash_decode, run_decode
+    from .decode import flash_decode, likeness_of_cache, present, run_decode
     from .formula import numbers_of_keys, readable, sums_of, with_row_terms
     from .formula_gradients import learned_gradients
     from .forward import scale_gradient, scaled_queries
     from .horizon import find_horizons, find_key_horizons
-    from .launch import replayed
+    from .launch import MOST_REPLAYS, likeness, replayed
     from .paths import PATHS, choose_path, describe_path, no_fp8_gradients
     from .score import GRAIN
     from .tiles import addressable, rows_like
 
 MAX_HEAD_DIM = 256
 KERNEL_TENSORS = {option.tensor.name for option in OPTIONS if option.in_kernels and option.tensor is not None}
-NO_INPUTS = Inputs()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLASH, TILED = Option("attention", "flash"), Option("attention", "tiled")
 
@@ -81,9 +78,6 @@ def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
             FLASH,
             Option("attention", "sdpa"),
         )
-
-
-check_once = lru_cache(maxsize=256)(check)  # for the device of a tensor, which stays the same GPU
 
 
 def check_backward(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -155,17 +149,17 @@ def horizons(q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, compiling: bool) 
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: Spec, *positions: int
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: Spec, *positions: int, alike: Hashable = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and lse2 as `forward` gives them; inputs, spec and positions are those of a KernelCall."""
-    return replayed(compute_forward, (q, k, v, *inputs), spec, *positions)
+    return replayed(compute_forward, (q, k, v, *inputs), spec, *positions, alike=alike)
 
 
 def compute_forward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> tuple[Tensor, Tensor, Tensor]:
     """`run_forward`."""
     q, k, v, *inputs = tensors
     call = KernelCall(spec, Inputs.of(spec, inputs), *positions)
-    check_once(q.shape[-1], q.dtype, q.device)
+    check(q.shape[-1], q.dtype, q.device)
     out = torch.empty_like(q)
     with DeviceOf(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
@@ -273,6 +267,26 @@ def split_qkv_grad(gradients: list[Tensor], q: Tensor, k: Tensor) -> tuple[Tenso
     return dq, dk, dv
 
 
+def backward(ctx: Any, do: Tensor | None) -> tuple[Any, ...]:
+    """`Flash.backward`; do is out's gradient."""
+    saved = ctx.saved_tensors  # once: activation checkpointing gives them once
+    q, k, _, _, _, *inputs = saved
+    of_inputs: list[Any] = [None] * len(inputs)
+    if do is None:
+        return *[None] * 4, *of_inputs
+    spec, *positions = ctx.call
+    run: Any = flash_backward if isinstance(spec, str) else run_backward
+    gradients = run(do, saved, spec, *positions)
+    places = places_of_gradients(Spec.read(spec) if isinstance(spec, str) else spec)
+    n_qkv = len(gradients) - len(places)
+    for place, gradient in zip(places, gradients[n_qkv:], strict=True):
+        of_inputs[place] = gradient
+    return None, *split_qkv_grad(gradients[:n_qkv], q, k), *of_inputs
+
+
+backward_once = once_differentiable(backward)  # refuses second derivatives
+
+
 class Flash(torch.autograd.Function):
     """The forward and the backward pass: by operators where spec is a text, else by the kernels at once.
 
@@ -281,34 +295,23 @@ class Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, spec: Spec | str, q_start: int, k_start: int, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
+        ctx: Any, call: tuple[Spec | str, int, int], q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        run: Any = flash_forward if isinstance(spec, str) else run_forward
-        out, lse, lse2 = run(q, k, v, inputs, spec, q_start, k_start)
+        run: Any = flash_forward if isinstance(call[0], str) else run_forward
+        out, lse, lse2 = run(q, k, v, inputs, *call)
         ctx.save_for_backward(q, k, v, out, lse2, *inputs)
-        ctx.rest = spec, q_start, k_start
+        ctx.call = call
         ctx.mark_non_differentiable(lse, lse2)
         ctx.set_materialize_grads(False)
         return out, lse, lse2
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # once: activation checkpointing gives them once
-        q, k, _, _, _, *inputs = saved
-        of_inputs: list[Any] = [None] * len(inputs)
-        if do is None:
-            return *[None] * 6, *of_inputs
-        spec, *positions = ctx.rest
-        run: Any = flash_backward if isinstance(spec, str) else run_backward
-        gradients = run(do, saved, spec, *positions)
-        if not inputs and len(gradients) == 3:  # as they are; a short call waits for the host
-            return None, None, None, *gradients
-        places = places_of_gradients(Spec.read(spec) if isinstance(spec, str) else spec)
-        n_qkv = len(gradients) - len(places)
-        for place, gradient in zip(places, gradients[n_qkv:], strict=True):
-            of_inputs[place] = gradient
-        return None, None, None, *split_qkv_grad(gradients[:n_qkv], q, k), *of_inputs
+        return (backward_once if torch.is_grad_enabled() else backward)(ctx, do)
+
+
+# `apply` without its questions about functorch, whose tensors have no addresses to compare.
+apply_flash = super(torch.autograd.Function, Flash).apply
 
 
 def flash_from_text(
@@ -318,16 +321,20 @@ def flash_from_text(
 
     torch 2.11 keeps what a bare autograd function saves.
     """
-    return Flash.apply(spec, q_start, k_start, q, k, v, *inputs)
+    return Flash.apply((spec, q_start, k_start), q, k, v, *inputs)
 
 
 flash = custom_operator("flash", flash_from_text, None)
 
 
-def is_selectively_recomputed() -> bool:
-    """Whether torch's selective checkpointing watches this call. It sees operators alone."""
-    modes = _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else []
-    return any(type(mode).__module__ == checkpoint.__name__ for mode in modes)
+def asked_alone(given: dict[str, Any]) -> tuple[Score, float | None] | None:
+    """The score and the scale of a call that is given nothing else, and that no compiler or mode of torch watches."""
+    if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
+        return None
+    for name, x in given.items():
+        if x is not None and x is not ONE_DOCUMENT and name not in {"score", "scale", "return_lse"}:
+            return None
+    return given.get("score", CAUSAL), given.get("scale")
 
 
 class FlashAttention(Attention):
@@ -339,6 +346,46 @@ class FlashAttention(Attention):
     exact = True
     scales_queries = True
     operators = frozenset({f"{NAMESPACE}::flash_forward"})
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__(config)
+        self.known: dict[Hashable, Spec] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> AttentionOutput:
+        """`Attention.__call__`. A call like an earlier one, of q, k and v alone, is not looked at again."""
+        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        asked = asked_alone(given)
+        key = asked and (alike := likeness((q, k, v)), asked, learns)
+        if (spec := self.known.get(key)) is None:
+            result = super().__call__(q, k, v, **given)
+            self.remember(key, q, k, v)
+            return result
+        if learns:
+            out, lse, _ = apply_flash((spec, 0, 0), q, k, v)
+        else:
+            out, lse, _ = run_forward(q, k, v, (), spec, 0, 0, alike=alike)
+        return AttentionOutput(out, lse if given.get("return_lse") else None)
+
+    def decode(self, q: Tensor, cache: Cache, **given: Any) -> AttentionOutput:
+        """`Attention.decode`, as `__call__`."""
+        asked, tensors = asked_alone(given), present(cache)
+        key = asked and (alike := likeness_of_cache(q, tensors), asked)
+        if (spec := self.known.get(key)) is None:
+            result = super().decode(q, cache, **given)
+            self.remember(key, q)
+            return result
+        out, lse = run_decode(q, tensors, (), spec, alike)
+        return AttentionOutput(out, lse if given.get("return_lse") else None)
+
+    def remember(self, key: Any, *tensors: Tensor) -> None:
+        """The Spec of a call that was checked, where the kernels take its tensors as they are; of no subclass."""
+        if key is None or (score := key[1][0]).expression or score.head_tensors or type(self) is not FlashAttention:
+            return
+        spec = self.call(tensors[0], score, ONE_DOCUMENT, key[1][1], None, {}).spec
+        if spec.scale > 0 and all(map(operator.is_, prepared(*tensors), tensors)):
+            if len(self.known) >= MOST_REPLAYS:
+                self.known.clear()
+            self.known[key] = spec
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)
@@ -406,16 +453,16 @@ class FlashAttention(Attention):
         elif spec.scale == 0:
             q, spec = q * 0, spec._replace(scale=1.0)
         positions = (layout.query_start(q.shape[2], k.shape[2]), layout.k_start) if spec.offsets else (0, 0)
-        inputs = kernels_inputs(call, spec) if call.has_inputs else NO_INPUTS
+        inputs = kernels_inputs(call, spec)
         q, k, v = prepared(q, k, v)
         may_skip = spec.score.alibi or inputs.formula is not None
         if may_skip and Problem(spec, D, q.dtype, q.shape[2], k.shape[2], (0, 0)).has_horizons:
             inputs = inputs._replace(horizons=horizons(q.detach(), k.detach(), inputs, spec, compiling))
-        present = inputs.present() if call.has_inputs else []
-        if compiling or is_selectively_recomputed():
+        present = inputs.present()
+        if compiling or _len_torch_dispatch_stack():  # selective recomputation sees operators alone
             out, lse, _ = flash(q, k, v, present, spec.text(), *positions)
         elif torch.is_grad_enabled():
-            out, lse, _ = Flash.apply(spec, *positions, q, k, v, *present)
+            out, lse, _ = Flash.apply((spec, *positions), q, k, v, *present)
         else:
             out, lse, _ = run_forward(q, k, v, present, spec, *positions)
         return AttentionOutput(out if out.shape[-1] == D else out[..., :D], lse)
@@ -427,14 +474,17 @@ class FlashAttention(Attention):
         # The compiler cannot follow `check`; a model calls it when it is built.
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            check_once(q.shape[-1], q.dtype, q.device)
+            check(q.shape[-1], q.dtype, q.device)
         if call.factors is not None:
             q, call = scale(q, call.factors), call._replace(spec=call.spec._replace(factors="none"), factors=None)
         q = q if q.stride(-1) == 1 else q.contiguous()
-        tensors = kernels_inputs(call, call.spec).present() if call.has_inputs else []
+        tensors = kernels_inputs(call, call.spec).present()
         if compiling:
             return AttentionOutput(*flash_decode(q, [*cache], tensors, call.spec.text()))
-        return AttentionOutput(*run_decode(q, cache, tensors, call.spec))
+        given = present(cache)
+        return AttentionOutput(
+            *run_decode(q, given, tensors, call.spec, None if tensors else likeness_of_cache(q, given))
+        )
 
 
 def kernels_inputs(call: Call, spec: Spec) -> Inputs:

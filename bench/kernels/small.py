@@ -7,7 +7,7 @@ import torch
 
 from attention import Cache, Score
 from attention.decode import write_kernel
-from attention.flash.decode import run_decode
+from attention.flash.decode import present, run_decode
 from attention.spec import Spec
 from bench.kernels.compiler import Launch
 from bench.kernels.plain import EVERYTHING
@@ -70,4 +70,4 @@ def append_and_attend(dtype: torch.dtype, page: int | None) -> None:
     q, new = torch.empty(B, H, T, D, dtype=dtype), torch.empty(B, H_KV, T, D, dtype=dtype)
     write_kernel.write(*cache, new, new, None if page is None else torch.zeros(B + 1, dtype=torch.int64))
     per_head = [] if page is None else [torch.zeros(H), torch.zeros(H)]
-    run_decode(q, [*cache], per_head, Spec(Score() if page is None else EVERYTHING, scale=0.125))
+    run_decode(q, present(cache), per_head, Spec(Score() if page is None else EVERYTHING, scale=0.125))

@@ -104,6 +104,7 @@ def test_kernels_join_the_splits_of_long_sequences(H, H_kv, T, score):
     flash: Any = build("flash")
     out, lse = flash.decode(q, cache, **extras(score, q), return_lse=True)
     assert_exact(q, cache, score, out, lse)
+    assert_equal(flash.decode(q, cache, **extras(score, q), return_lse=True), (out, lse))
     for which in (slice(1, 2), slice(None, None, 2)):
         assert torch.equal(flash.decode(q[which], part(cache, which), **extras(score, q)).out, out[which])
 
@@ -146,7 +147,7 @@ def test_new_tokens_follow_those_of_their_sequence(size, in_kernel, monkeypatch)
     empty = emptied(tokens if size is None else paged(tokens, size))
     packed, padded = empty(prompts), empty(prompts)
 
-    def taken(x: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
+    def taken(x, starts, ends):
         rows = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
         return [x[b][:, rows[b]] for b in range(3)]  # (H_kv, n, D); before the first token any values
 
@@ -165,7 +166,7 @@ def test_new_tokens_follow_those_of_their_sequence(size, in_kernel, monkeypatch)
 def emptied(cache: Cache) -> Callable[[list[int]], Cache]:
     """Returns a function that makes caches with the same pages, filled with NaN."""
 
-    def make(lengths: list[int]) -> Cache:
+    def make(lengths):
         k, v = torch.full_like(cache.k, torch.nan), torch.full_like(cache.v, torch.nan)
         return Cache(k, v, torch.tensor(lengths, dtype=torch.int32), cache.pages)
 
@@ -193,9 +194,11 @@ def test_tokens_without_a_slot_are_dropped(write):
     ],
 )
 def test_a_cache_that_does_not_fit_is_refused(change, complaint):
-    cache = small_cache()
+    """Also after one that fits, though calls alike are looked at once."""
+    cache, q, attend = small_cache(), torch.zeros(2, 8, 1, 8), build("flash")
+    attend.decode(q, cache)
     with pytest.raises(ValueError, match=complaint):
-        build("naive").decode(torch.zeros(2, 8, 1, 8), cache._replace(**change))
+        attend.decode(q, cache._replace(**change))
 
 
 def test_new_tokens_that_do_not_fit_the_cache_are_refused():

@@ -3,6 +3,8 @@
 import math
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,13 +16,14 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from attention import AttentionShape, Score, UnsupportedAttention, gpu
+from attention import AttentionShape, Layout, Score, UnsupportedAttention, gpu
 from attention.flash import call as calls
 from attention.flash import op, tiles
 from attention.flash.call import Problem
 from attention.spec import Spec
 from tests.attention.operators import assert_operators_keep_torchs_rules
-from tests.attention.reference import Case, assert_accurate, build, formula, gradients, with_part_of_the_mask
+from tests.attention.reference import KEY, Case, assert_accurate, build, formula, gradients, with_part_of_the_mask
+from tests.equal import assert_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -100,6 +103,31 @@ def test_a_compiled_model_does_not_copy_to_put_the_gradient_of_its_projection_to
     assert "aten.cat" not in backward_graph
 
 
+CALLS: list[dict[str, Any]] = [
+    *({"scale": scale} for scale in (None, 0.5, -0.5, 0.0)),
+    *({"score": score} for score in (Score(causal=False), Score(window=3), Score(formula="2 * s"), Score(alibi=True))),
+    {"layout": Layout(q_start=4)},
+    {"dropout_key": KEY},
+]
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["", "with gradients"])
+def test_a_call_computes_the_same_after_others_and_again(learns):
+    """A call like an earlier one is not looked at again."""
+    attend = flash(dropout=0.25)
+    for D, options in product((16, 13), CALLS * 2):
+        *inputs, do = Case(1, 2, 2, 8, 8, D).tensors(torch.float32, DEVICE)
+        q, k, v = (x.requires_grad_(learns) for x in inputs)
+        ours, anew = ([*f(q, k, v, return_lse=True, **options)] for f in (attend, flash(dropout=0.25)))
+        assert_equal(ours, anew)
+        assert attend(q, k, v, **options).lse is None
+        if learns:
+            assert_equal(*(torch.autograd.grad(out, inputs, do) for out, _ in (ours, anew)))
+    for wrong in (k[:, :, :, :8], k.double(), k[:, :1].expand(-1, 3, -1, -1), k[0]):
+        with pytest.raises(ValueError, match="q"):
+            attend(q, wrong, wrong)
+
+
 @pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
 def test_a_second_derivative_is_refused_rather_than_wrong(recomputed):
     attend = flash()
@@ -120,7 +148,7 @@ def test_a_compiled_block_recomputes_attention_unless_it_is_saved(saves_attentio
     """torch 2.11 saves what an autograd function saves, whatever checkpointing says."""
     attend, kernel = flash(), Mock(wraps=op.compute_forward)
     monkeypatch.setattr(op, "compute_forward", kernel)
-    monkeypatch.setattr(op, "replayed", lambda function, tensors, *rest: function(tensors, *rest))
+    monkeypatch.setattr(op, "replayed", lambda function, tensors, *rest, **_: function(tensors, *rest))
 
     def policy(_, operator, *args, **kw):
         kept = operator == op.flash_forward
@@ -221,7 +249,7 @@ def test_gradients_in_fp32_are_refused_where_the_tiles_of_wide_heads_do_not_fit(
     monkeypatch.setattr(gpu, "capability", lambda device: capability)
     reason = 'has gradients in fp32 at head sizes up to 128 on .*, not 136; choose bf16 or fp16, or name="tiled"'
 
-    def check(head_dim: int, dtype: torch.dtype = torch.float32, training: bool = True) -> None:
+    def check(head_dim, dtype=torch.float32, training=True):
         flash().check(AttentionShape(head_dim, 4, 4, dtype, torch.device(DEVICE), training=training))
 
     with pytest.raises(UnsupportedAttention, match=reason):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 
 from attention.flash import launch as module
-from attention.flash.launch import Recording, UnrecordedError, Writer, launch
+from attention.flash.launch import Recording, UnrecordedError, Writer, launch, likeness
+from attention.flash.tiles import Descriptor, strided
 
 
 def add(x: int, y: int, out: int, n: int) -> None:
@@ -30,7 +32,7 @@ class Kernel:
     arg_names = ("x", "ys", "out", "n", "CONSTANT")
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def start(x: Tensor, ys: tuple[Tensor], out: Tensor, n: int, CONSTANT: int) -> SimpleNamespace:
+        def start(x, ys, out, n, CONSTANT):
             add(x.data_ptr(), ys[0].data_ptr(), out.data_ptr(), n)
             return SimpleNamespace(
                 run=Run(), metadata=SimpleNamespace(), function=7, packed_metadata=(4, 1, 0), CONSTANT=CONSTANT
@@ -53,7 +55,7 @@ class Run:
 
 
 @pytest.fixture(autouse=True)
-def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def driver(monkeypatch):
     active = SimpleNamespace(get_current_stream=lambda device: "stream", utils=None)
     monkeypatch.setattr(module.triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -108,6 +110,61 @@ UNRECORDED: dict[str, Any] = {
 def test_a_call_that_does_more_than_allocate_and_launch_is_not_replayed(function):
     with pytest.raises(UnrecordedError):
         replay_of(function, [torch.randn(2, 4), torch.randn(2, 4)])
+
+
+def noted(*meta: Any) -> tuple[Any, Mock]:
+    """A kernel with a function that stands for its launch; meta: of its tensor descriptors."""
+    run, kernel = SimpleNamespace(**vars(Run)), MagicMock(arg_names=("x", "out"))
+    run.launch = Mock()
+    compiled = SimpleNamespace(run=run, metadata=SimpleNamespace(tensordesc_meta=meta), function=7, packed_metadata=())
+    kernel.__getitem__.return_value.return_value = compiled
+    return kernel, run.launch
+
+
+def test_descriptors_are_encoded_once_for_an_address(monkeypatch):
+    fill = Mock(side_effect=lambda address, *_: ("descriptor", address))
+    monkeypatch.setattr(module.triton.runtime.driver.active, "utils", SimpleNamespace(fill_tma_descriptor=fill))
+    kernel, started = noted({"swizzle": 0, "elem_size": 4, "elem_type": 8, "block_size": [2, 4]})
+
+    def described(tensors):
+        (x,) = tensors
+        launch(kernel, (3,), Descriptor(x, [*x.shape], [*x.stride()], [2, 4]), out := torch.empty_like(x))
+        return (out,)
+
+    tensors = torch.randn(3, 2, 4).unbind()
+    replay = replay_of(described, tensors[:1])
+    for x in tensors * 2:
+        (out,) = replay([x])
+        assert started.call_args.args[13:] == (("descriptor", x.data_ptr()), 2, 4, 4, 1, out.data_ptr())
+    layout = (0, 4, nvidia.TMA_DTYPE_DEVICE_TO_HOST[8], [2, 4], (2, 4), (4, 1), 0)
+    assert [call.args for call in fill.call_args_list] == [(x.data_ptr(), *layout) for x in tensors]
+
+
+def test_keys_that_grow_are_passed_with_the_strides_and_the_length_that_they_have():
+    kernel, started = noted()
+
+    def attend(tensors):
+        launch(kernel, (3,), strided(tensors[1]), out := torch.empty_like(tensors[0]))
+        return (out,)
+
+    q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 300, 8)
+    replay = replay_of(attend, [q, k[:, :, :130]])
+    for x in (k[:, :, :131], k[:, :, :255].clone(), k.transpose(1, 2).contiguous().transpose(1, 2)):
+        (out,) = replay([q, x])
+        strides, shape = x.stride()[:3], (0, *x.shape[1:])
+        assert started.call_args.args[13:] == ((x.data_ptr(), *strides, shape), out.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "D", "same"),
+    [(129, 255, 64, True), (129, 132, 20, False), (128, 129, 64, False), (143, 144, 64, False), (1, 2, 64, False)],
+    ids=["one unit", "strides that 16 does not divide", "two units", "a length that 16 divides", "a length of 1"],
+)
+def test_keys_of_other_lengths_share_a_replay_where_the_kernel_is_the_same(T, S, D, same):
+    q, *others = torch.zeros(2, 4, 1, D), torch.zeros(2, 2, T, D), torch.zeros(2, 2, S, D)
+    a, b = (likeness([q, x, x, q], unit=128) for x in others)
+    assert (a == b) == same
+    assert likeness([q, others[0], others[0], q]) != likeness([q, others[1], others[1], q])
 
 
 def test_this_triton_has_the_names_that_replays_use():

@@ -12,7 +12,7 @@ from attention import DropoutKey, UnsupportedAttention, keep_mask
 
 transformers = pytest.importorskip("transformers")
 
-from attention.adapters.transformers import attend, dropout_key, register  # noqa: E402
+from attention.adapters.transformers import Visible, attend, dropout_key, register  # noqa: E402
 from tests.attention.subjects import SMALL  # noqa: E402
 from tests.equal import assert_equal  # noqa: E402
 
@@ -38,7 +38,7 @@ MODELS = pytest.mark.parametrize("model", CONFIGURATIONS, indirect=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
+def registered():
     register()
 
 
@@ -53,7 +53,7 @@ def build(configuration: Any, spread: float = 0.2) -> Any:
 
 
 @pytest.fixture
-def model(request: pytest.FixtureRequest) -> Any:
+def model(request) -> Any:
     return build(CONFIGURATIONS[request.param])
 
 
@@ -126,6 +126,14 @@ def test_generation_with_a_cache_has_the_logits_of_eager_attention(model, cache,
     assert_near(ours, eager)
 
 
+def test_all_layers_have_the_lengths_of_their_caches_in_one_tensor():
+    mask, keys = Visible(causal=True), torch.zeros(3, 1, 8, 4)
+    lengths = mask.lengths(keys, 5)
+    assert lengths.tolist() == [5] * 3
+    assert mask.lengths(keys, 5) is lengths
+    assert mask.lengths(keys, 6)[0] == 6
+
+
 @pytest.mark.parametrize("model", ["gpt_oss"], indirect=True)
 def test_a_model_is_built_with_the_kernels_by_name(model):
     ours = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="gpt_attention_flash")
@@ -142,7 +150,7 @@ def test_dropout_is_the_same_in_every_implementation_and_run_under_one_key(model
         block.attn.attn_dropout.p = 0.25
     inputs = {"input_ids": tokens(), "use_cache": False}
 
-    def drawn(name: str, step: int) -> list[Tensor]:
+    def drawn(name, step):
         with dropout_key(seed=1337, step=step):
             return results(model, f"gpt_attention_{name}", inputs)
 

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention
+from attention.decode.cache import Cache
 from attention.flash import launch
 from tests.equal import assert_equal
 from tests.gpu.needs import COMMON_SIZES, TWO_GPUS
@@ -24,7 +25,7 @@ CALLS: dict[str, tuple[float, dict[str, Any]]] = {
 }
 
 
-def results(name: str, D: int, seed: int = 0) -> list[Tensor]:
+def results(name, D, seed=0) -> list[Tensor]:
     """out and gradients."""
     rate, options = CALLS[name]
     options = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in options.items()}
@@ -59,6 +60,20 @@ def test_where_a_profiler_has_a_hook_triton_launches():
     assert len(launches) == 3
 
 
+@COMMON_SIZES
+def test_a_cache_that_is_made_anew_for_each_token_is_replayed(D, monkeypatch):
+    monkeypatch.setattr(launch, "REPLAYS", {})
+    attend, q = build_attention(AttentionConfig("flash")), torch.randn(2, 4, 1, D, device="cuda").bfloat16()
+    k, v = torch.randn(2, 2, 2, 600, D, device="cuda").bfloat16()
+    for n in range(1, 600):
+        lengths = torch.full((2,), n, dtype=torch.int32, device="cuda")
+        grown = Cache(k[:, :, :n].clone(), v[:, :, :n].clone(), lengths)
+        assert_equal(attend.decode(q, grown, return_lse=True), attend.decode(q, Cache(k, v, lengths), return_lse=True))
+    recorded = [replay for replay in launch.REPLAYS.values() if replay]
+    assert all(replay.__name__ == "replay" for replay in recorded)
+    assert len(recorded) == 10  # for 5 units of keys, and each for lengths that 16 divides and for others
+
+
 @TWO_GPUS
 def test_another_gpu_computes_the_same_bits():
     expected = [results("dropout", 64) for _ in range(3)][-1]
@@ -80,7 +95,7 @@ def test_threads_and_streams_launch_at_the_same_time():
     expected = [results("dropout", 64, seed) for seed in range(4)]
     torch.cuda.synchronize()
 
-    def in_a_stream(seed: int) -> None:
+    def in_a_stream(seed):
         with torch.cuda.stream(torch.cuda.Stream()):
             found = [results("dropout", 64, seed) for _ in range(10)]
         torch.cuda.synchronize()

@@ -11,8 +11,6 @@ Keys: a fp32 value is the sum of three bf16 values. They are columns of a narrow
 the first addend of q k^T: no thread loads a key's number, or keeps it in registers.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch
