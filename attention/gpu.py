@@ -1,7 +1,5 @@
 """Properties of Triton and of this machine's GPU, CUDA graphs, and the namespace of operators registered with torch."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -119,8 +119,7 @@ class Inputs(NamedTuple):
         if not tensors:
             return cls()
         formula, rest = tuple(tensors[: spec.computed]), tensors[spec.computed :]
-        named = dict(zip((*spec.inputs(), "horizons"), rest, strict=False))
-        return cls(**named, formula=formula or None)
+        return cls(**dict(zip((*spec.inputs(), "horizons"), rest, strict=False)), formula=formula or None)
 
     def present(self) -> list[Tensor]:
         """Those that are there, for a custom operator: the formula's first."""

@@ -170,8 +170,8 @@ class Taken:
     def line(self, step: int) -> Line:
         """The judgement, after the backward pass. Raises OutOfMemoryError."""
         shapes = [f"{name} {tuple(self.values[name].shape)}" for name in "qkv"]
-        precision = str(self.values["q"].dtype).removeprefix("torch.")
-        line = Line({"watch/step": step, "watch/layer": self.layer, "watch/shape": f"{', '.join(shapes)} {precision}"})
+        shape = f"{', '.join(shapes)} {str(self.values['q'].dtype).removeprefix('torch.')}"
+        line = Line({"watch/step": step, "watch/layer": self.layer, "watch/shape": shape})
         others = ((name, int((~x.isfinite()).sum())) for name, x in self.values.items() if name != "lse")
         broken = {name: count for name, count in others if count}
         wrong = [f"{name} is not finite" for name in attentions(broken)]

@@ -5,7 +5,6 @@ import platform
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str,
     versions = summary.environment(device)["versions"]
     if device.type == "cuda":
         versions["cudnn"] = torch.backends.cudnn.version()
-    versions |= {name: number for name in packages if (number := version(name))}
+    versions |= {name: number for name in packages if (number := summary.version(name))}
     changed = summary.git(
         ROOT, "status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in WRITTEN)
     )
@@ -43,16 +42,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     match = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    processor = match[1] if match else platform.machine()
-    return f"{processor}, {torch.get_num_threads()} threads"
-
-
-def version(package: str) -> str | None:
-    """The installed version, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return f"{match[1] if match else platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def slug(device: str) -> str:

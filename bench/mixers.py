@@ -10,7 +10,6 @@ here by mixer=fla, also under torch.compile, `chunked` by mixer=chunked. Rows go
 bench/results/mixers-<device>.json, with two tables beside it.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib import import_module
@@ -31,6 +30,7 @@ from mixers.layers import build_mixer
 CHANNELS, HEADS = 768, 12
 SECONDS = 0.15  # so few calls that a pause covers their launches: the host takes longer than the GPU
 CHUNK, SIZES = 64, (64, 64)
+IDENTITY = ("part", "mixer", "dtype", "way", "tokens")
 # The package's layer with the same weights: its class, and its options for C channels and H heads.
 PACKAGES: dict[str, tuple[str, Any]] = {
     "linear": ("LinearAttention", lambda C, H: {"num_heads": H, "feature_map": "elu"}),
@@ -104,29 +104,23 @@ def times(rows: Sequence[Row]) -> str:
     """The time of each layer, and its ratio to the package's."""
     layers = [row for row in rows if row["part"] == "layer"]
     package = {(row["mixer"], row["tokens"]): row["ms"] for row in layers if row["way"] == "package"}
-
-    def cell(row: Row) -> str:
-        return f"{row['ms']:.2f} ms ({row['ms'] / package[row['mixer'], row['tokens']]:.2f})"
-
     return pivot(
         layers,
         lambda row: f"`{row['mixer']}`, {row['tokens']:,} tokens",
         lambda row: row["way"],
-        cell,
+        lambda row: f"{row['ms']:.2f} ms ({row['ms'] / package[row['mixer'], row['tokens']]:.2f})",
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge and time the mixers that were asked for; returns 0."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Judge and time the mixers that were asked for."""
     parser = command_line("bench.mixers", __doc__, "mixers")
     parser.add_argument("--mixers", nargs="+", default=list(RECURRENCES), choices=RECURRENCES)
     parser.add_argument("--tokens", nargs="*", default=[8192], type=int)
     parser.add_argument("--dtypes", nargs="*", default=["bf16", "fp16", "fp32"], choices=DTYPES)
     args = parser.parse_args(arguments)
     require_gpu(parser)
-    device = torch.device("cuda")
-    identity = ("part", "mixer", "dtype", "way", "tokens")
-    with recording(args, arguments, identity, device, ("flash-linear-attention",)) as recorder:
+    with recording(args, arguments, IDENTITY, torch.device("cuda"), ("flash-linear-attention",)) as recorder:
         for name, tokens in product(args.mixers, args.tokens):
             recorder.add(*timed(name, tokens))
             print(f"{name}: timed", flush=True)
@@ -140,8 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_table(path.with_suffix(".md"), words, path)
     write_table(path.with_name(f"{path.stem}-times.md"), times(rows), path)
     print(f"results: {path}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

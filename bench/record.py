@@ -38,8 +38,7 @@ def measurement(command: Sequence[str], device: torch.device, packages: Sequence
     packages  further packages whose versions matter, where they are installed
     sizes     further values that rows must share to be compared, such as the tokens of a batch
     """
-    described = environment(device, packages)
-    return {"command": shlex.join(["python", "-m", *command]), **described, "sizes": sizes}
+    return {"command": shlex.join(["python", "-m", *command]), **environment(device, packages), "sizes": sizes}
 
 
 def command_line(module: str, description: str | None, name: str) -> argparse.ArgumentParser:
@@ -150,7 +149,7 @@ class Recorder:
             if row["measurement"] not in measurements:
                 measurements.append(row["measurement"])
             lines.append(json.dumps(row | {"measurement": measurements.index(row["measurement"])}))
-        heads = ",\n  ".join(json.dumps(head) for head in measurements)
+        heads = ",\n  ".join(map(json.dumps, measurements))
         body = ",\n  ".join(lines)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path, f'{{\n "measurements": [\n  {heads}\n ],\n "rows": [\n  {body}\n ]\n}}\n')
@@ -184,5 +183,5 @@ def recording(
 
 def comparable(earlier: Row, now: Row) -> bool:
     """Whether rows of two measurements may be compared: the same device, software and sizes."""
-    versions = [[head["versions"].get(name) for name in SOFTWARE] for head in (earlier, now)]
-    return versions[0] == versions[1] and all(earlier[name] == now[name] for name in ("device", "sizes"))
+    same_software = all(earlier["versions"].get(name) == now["versions"].get(name) for name in SOFTWARE)
+    return same_software and all(earlier[name] == now[name] for name in ("device", "sizes"))

@@ -87,8 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_gpu(parser)
     numbers = args.gpus or [gpus for gpus in (1, 2, 4) if gpus <= torch.cuda.device_count()]
     cells = [cell for gpus in numbers for cell in cases(gpus) if cell["kind"] in args.cases]
-    measured = "runs of train.py"  # unlike rows of 0.2
-    with recording(args, arguments, IDENTITY, torch.device("cuda"), measured=measured) as recorder:
+    # `measured` tells these rows from those of 0.2.
+    with recording(args, arguments, IDENTITY, torch.device("cuda"), measured="runs of train.py") as recorder:
         failed = measure_all(cells, recorder, measure)
     path = recorder.path
     write_table(path.with_suffix(".md"), table(read(path)), path)

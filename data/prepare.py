@@ -222,8 +222,8 @@ def _write_tokens(
                 complete = written >= len(tokens)
                 size = len(text.encode() if complete else tokenizer.decode_bytes(tokens[:written].tolist()))
                 position.bytes[split] += size
-                done = sum(writer.tokens for writer in writers.values())
-                advance(size if limit is None else written, f"{done / 1e6:.1f}M tokens")
+                done = f"{sum(writer.tokens for writer in writers.values()) / 1e6:.1f}M tokens"
+                advance(size if limit is None else written, done)
                 if time.monotonic() - saved >= SECONDS_BETWEEN_SAVES:
                     save()
                     saved = time.monotonic()

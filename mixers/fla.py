@@ -94,8 +94,7 @@ def bounds(documents: Tensor) -> Tensor:
 @lru_cache(maxsize=1)  # the layers of a step share it: to find it waits for the GPU
 def bounds_of(documents: Tensor, version: object) -> Tensor:
     """As `bounds`, of a version of documents, which may change in place."""
-    starts = document_starts(documents).flatten().nonzero()[:, 0].int()
-    return F.pad(starts, (0, 1), value=documents.numel())
+    return F.pad(document_starts(documents).flatten().nonzero()[:, 0].int(), (0, 1), value=documents.numel())
 
 
 def through_package(

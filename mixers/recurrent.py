@@ -25,5 +25,4 @@ def recurrent(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> tupl
         key = k[:, :, t] if inputs.beta is None else inputs.beta[:, :, t, None].to(dtype) * k[:, :, t]
         state = state + key[..., None] * written[:, :, None]
         out.append(scale * (q[:, :, t, :, None] * state).sum(-2))
-    empty = v.new_zeros(B, H, 0, v.shape[-1])
-    return (torch.stack(out, dim=2) if out else empty).to(inputs.v.dtype), state
+    return (torch.stack(out, dim=2) if out else v.new_zeros(B, H, 0, v.shape[-1])).to(inputs.v.dtype), state

@@ -135,8 +135,7 @@ class SelfAttention(nn.Module):
             out = around.attend(q, k, v, **given, **tensors).out  # (B, H, T, D)
         out = out.transpose(1, 2)
         if self.c_gate is not None:
-            gate = aligned_linear(x, self.c_gate)
-            out = out * torch.sigmoid(gate).view(B, T, self.n_heads, -1).to(out.dtype)
+            out = out * torch.sigmoid(aligned_linear(x, self.c_gate)).view(B, T, self.n_heads, -1).to(out.dtype)
         return self.c_proj(out.reshape(B, T, -1)), values
 
     def prepared(self, x: Tensor, norm: RMSNorm | None, positions: PositionTables) -> Tensor:

@@ -1,7 +1,5 @@
 """The residual stream's dropout masks, in Triton: a call of the generator makes a byte of bits for rows i and i + 8."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

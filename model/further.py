@@ -45,8 +45,7 @@ class Further(NamedTuple):
 
 def further(inputs: Tensor, targets: Tensor) -> Further:
     """The two tokens after each of the inputs of whole sequences."""
-    unknown = torch.full_like(targets[:, :1], IGNORE_INDEX)
-    after_next = torch.cat([targets[:, 1:], unknown], dim=1)
+    after_next = torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], IGNORE_INDEX)], dim=1)
     return Further(inputs.roll(-1, dims=1), after_next, (after_next != IGNORE_INDEX).sum())
 
 

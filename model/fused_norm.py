@@ -144,8 +144,7 @@ add_norm.register_autograd(_gradients, setup_context=_keep_inputs)
 
 def keeps(bits: Tensor, x: Tensor) -> Tensor:
     """Whether dropout keeps each element of x (B, T, C)."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)[:, None]
-    return keep_bits(bits, shifts, x.shape[-1])
+    return keep_bits(bits, torch.arange(8, dtype=torch.uint8, device=bits.device)[:, None], x.shape[-1])
 
 
 @add_norm.register_fake

@@ -329,8 +329,7 @@ class GPT(nn.Module):
 
         Drops nothing, and never reads values on the host. Returns (B, T, C).
         """
-        inputs = Pass(self.embed(tokens, positions, tables), attends, layout)
-        return self.ln_f(self.through_blocks(inputs)[0])
+        return self.ln_f(self.through_blocks(Pass(self.embed(tokens, positions, tables), attends, layout))[0])
 
     def embed(
         self, tokens: Tensor, places: Places, tables: PositionTables | None = None, mask: Mask | None = None

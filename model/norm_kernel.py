@@ -4,8 +4,6 @@ A row is in registers from its first read to its last write. A program of the gr
 adds up its part of the gradients of the norm's weights and biases.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

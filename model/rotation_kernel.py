@@ -4,8 +4,6 @@ A program has some tokens. It reads their cosines and sines once, and then one h
 norm's weights is added up in each program and then over the programs, always in the same order.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

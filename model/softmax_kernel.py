@@ -10,8 +10,6 @@ eight columns at a time, which one load fetches in 16 bits. The threads' results
 has a program of 1,024 threads, so only two rows per multiprocessor are in flight, and they fit the L2 cache.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

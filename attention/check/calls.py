@@ -142,7 +142,6 @@ def visible(
     if layout.document_starts is not None:
         starts = layout.document_starts.to(device).expand(B, -1)
         known = (i[:, 0] >= 0) & (i[:, 0] < starts.shape[1])
-        of_query = starts[:, i[:, 0].clamp(0, starts.shape[1] - 1)]
-        same = of_query[:, :, None] == starts[:, None, j]
+        same = starts[:, i[:, 0].clamp(0, starts.shape[1] - 1)][:, :, None] == starts[:, None, j]
         seen = seen & (same & known[:, None]).unsqueeze(1)
     return seen, i, j

@@ -77,9 +77,9 @@ def check(
 
         runner.run(iter([partial(first_calls, name="first calls", dtypes=tuple(dtypes))]), found, math.inf)
         if not session.dtypes:
-            reason = next(iter(session.refused.values()))
             raise CheckError(
-                f"{subject.name} cannot be checked on {device} with two heads of 64 and 64 tokens: {reason}"
+                f"{subject.name} cannot be checked on {device} with two heads of 64 and 64 tokens: "
+                f"{next(iter(session.refused.values()))}"
             )
 
         def multiple_found(job: Job, result: Any) -> None:

@@ -198,8 +198,7 @@ def evaluate(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem) -> P
     s = s.masked_fill(~problem.seen, -torch.inf)
     joined = s
     if problem.sinks is not None:
-        column = problem.sinks.to(wide)[:, None, None].expand(*s.shape[:3], 1)
-        joined = torch.cat([s.to(wide), column], dim=-1)
+        joined = torch.cat([s.to(wide), problem.sinks.to(wide)[:, None, None].expand(*s.shape[:3], 1)], dim=-1)
     empty = ~problem.seen.any(dim=-1, keepdim=True)
     weights = joined.softmax(dim=-1).masked_fill(empty, 0.0)
     p, p_sink = weights[..., :S], None if problem.sinks is None else weights[..., S:]

@@ -5,8 +5,6 @@ backward pass, replacing tl once saves 0.15 s, unchecked overflow 0.32 s and der
 deriving types once saves two fifths of the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -141,5 +139,4 @@ def rounded(x: Any) -> Any:
     """A tensor of the interpreter in fp32, rounded to the nearest bf16, ties to even."""
     bits = np.ascontiguousarray(x.data).view(np.uint32)
     nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    data = np.where(np.isnan(x.data), 0x7FFF, nearest).astype(np.uint16)
-    return interpreter.TensorHandle(data, tl.bfloat16)
+    return interpreter.TensorHandle(np.where(np.isnan(x.data), 0x7FFF, nearest).astype(np.uint16), tl.bfloat16)

@@ -27,8 +27,8 @@ def inaccurate(subject: Subject, case: Case, verdict: Verdict, device: torch.dev
             f"got = torch.autograd.grad(out, {leaf}, do.to(out))[0]",
             f"exact = torch.autograd.grad(formula(*y), y[{names.index(leaf)}], do.double())[0]",
         ]
-    row = ", ".join(map(str, verdict.row))
-    lines += [f"assert (error := (got - exact)[{row}].abs().max()) <= {verdict.allowed:.3g}, error"]
+    row = f"(got - exact)[{', '.join(map(str, verdict.row))}]"
+    lines += [f"assert (error := {row}.abs().max()) <= {verdict.allowed:.3g}, error"]
     return "\n".join(lines)
 
 

@@ -1,7 +1,5 @@
 """Runs cases and judges their results. All parts of a check share a `Session`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -133,8 +131,7 @@ class Session:
         if self.stream is None or now - self._shown < (0.1 if self.stream.isatty() else 10.0):
             return
         self._shown = now
-        bar = "#" * round(20 * share)
-        line = f"[{bar:<20}] {share:4.0%}  {now - self.started:4.0f} s  {name}"
+        line = f"[{'#' * round(20 * share):<20}] {share:4.0%}  {now - self.started:4.0f} s  {name}"
         self.stream.write(f"\r{line:<79}" if self.stream.isatty() else f"{line}\n")
         self.stream.flush()
 

@@ -9,8 +9,6 @@ not depend on the lengths, so a CUDA graph that was captured once serves every f
 >>> out = attend.decode(q, cache).out           # (B, H, T, D)
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

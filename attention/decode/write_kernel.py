@@ -1,7 +1,5 @@
 """`Cache.write` in Triton: one launch, which finds out on the device which tokens have a slot."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -141,8 +141,7 @@ def arranged(formula: Node, factor: Node, parts: list[Node], reach: Reach) -> Pl
     hoisted = tuple(hoist.entries.values())
     index = {entry.node: k for k, entry in enumerate(hoisted)}
     tables = tuple(x for x in topological([value]) if x.op == "load")
-    placed = [placeholder(entry) for entry in hoisted]
-    derivative, *weights = derivatives(value, [s, *placed, *tables])
+    derivative, *weights = derivatives(value, [s, *[placeholder(entry) for entry in hoisted], *tables])
     row, column = index.get(rows), index.get(columns)
     return Plan(formula, factor, hoisted, value, score, row, column, derivative, tuple(weights), tables)
 

@@ -4,8 +4,6 @@ Kernels recognise `slope[h] * (i - j)`. Those for Hopper compute it in their pro
 away that their weights are zero are skipped (flash/horizon.py).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A soft cap keeps scores between -c and c. Gemma Team 2024, "Gemma 2", section 2: c = 50 in attention."""
 
-from __future__ import annotations
-
 import math
 
 from ..errors import Option, ScoreError

@@ -47,7 +47,7 @@ def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float) -> l
             attend = candidate.build(problem)
             rows[name]["path"] = candidate.path(problem)
             known = expected if not problem.dropout or candidate.ours else None
-            rows[name] |= try_out(attend, inputs, dout, known, problem.device)
+            rows[name] |= try_out(attend, inputs, dout, known)
             able[name] = attend
         except Exception as error:  # a peer may fail in any way; the others continue
             rows[name] |= failure(error)
@@ -59,7 +59,7 @@ def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float) -> l
     def backward(attend: Attend) -> Callable[[], object]:
         return partial(torch.autograd.grad, attend(*inputs), inputs, dout)
 
-    for direction, prepare, flops in zip(("forward", "backward"), (forward, backward), problem.flops(), strict=True):
+    for direction, prepare, flops in zip(PASSES, (forward, backward), problem.flops(), strict=True):
         turns = {name: partial(prepare, attend) for name, attend in able.items()}
         timings = interleaved(turns, problem.device, seconds)
         for name, timing in timings.items():
@@ -88,7 +88,6 @@ def try_out(
     inputs: Sequence[Tensor],
     dout: Tensor,
     expected: list[Tensor] | None,
-    device: torch.device,
 ) -> Row:
     """Run a candidate once for its errors, and once for its memory."""
     out = attend(*inputs)
@@ -99,8 +98,8 @@ def try_out(
         errors = [((x - e).norm() / e.norm()).item() for x, e in zip(heads, expected, strict=True)]
         row["error"] = dict(zip(("out", "dq", "dk", "dv"), errors, strict=True))
     del out, gradients
-    release(device)  # garbage that is freed during the step would hide some of its memory
-    row["extra_bytes"] = peak_bytes(lambda: torch.autograd.grad(attend(*inputs), inputs, dout), device)
+    release(dout.device)  # garbage that is freed during the step would hide some of its memory
+    row["extra_bytes"] = peak_bytes(lambda: torch.autograd.grad(attend(*inputs), inputs, dout), dout.device)
     return row
 
 
@@ -134,7 +133,7 @@ def failure(error: Exception) -> Row:
 
 def with_ratios(rows: list[Row]) -> list[Row]:
     """Add to each row of a problem its speed relative to the fastest peer, an implementation of another project."""
-    for direction in ("forward", "backward"):
+    for direction in PASSES:
         peers = [row[direction]["tflops"] for row in rows if direction in row and not row["ours"]]
         for row in rows:
             if direction in row and peers:
@@ -146,6 +145,7 @@ LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 HEAD_SIZES = (64, 128)
 DROPOUTS = (0.0, 0.1)
 MASKS = ("causal", "full")
+PASSES = ("forward", "backward")
 SECONDS = 0.1  # of timing for each implementation and pass
 # The size of the work: tokens of a batch, channels of all heads together, and the dtype.
 SIZES = {"cuda": (16384, 2048, torch.bfloat16), "cpu": (64, 16, torch.float32)}
@@ -264,7 +264,7 @@ def speed(row: Row) -> str:
     """TFLOP/s of both passes: two digits, or all before the point; or the reason why there are none."""
     if row["status"] != "measured":
         return str(row["status"])
-    values = (row[direction]["tflops"] for direction in ("forward", "backward"))
+    values = (row[direction]["tflops"] for direction in PASSES)
     return "/".join(f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in values)
 
 
@@ -272,7 +272,7 @@ def beside_fastest(row: Row) -> str:
     """The speed, and its ratio to that of the fastest peer of the same measurement."""
     if "of_fastest_peer" not in row.get("backward", {}):
         return speed(row)
-    ratios = "/".join(f"{row[direction]['of_fastest_peer']:.2f}" for direction in ("forward", "backward"))
+    ratios = "/".join(f"{row[direction]['of_fastest_peer']:.2f}" for direction in PASSES)
     return f"{speed(row)} ({ratios})"
 
 

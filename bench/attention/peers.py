@@ -69,10 +69,8 @@ class Problem:
     @property
     def dropout_key(self) -> DropoutKey:
         """KEY as in a training step: fields that change from step to step are tensors on the device."""
-        seed, step, first_sequence = (
-            torch.tensor(x, device=self.device) for x in (KEY.seed, KEY.step, KEY.first_sequence)
-        )
-        return replace(KEY, seed=seed, step=step, first_sequence=first_sequence)
+        fields = "seed", "step", "first_sequence"
+        return replace(KEY, **{name: torch.tensor(getattr(KEY, name), device=self.device) for name in fields})
 
     def layout(self, sequences: int) -> Layout:
         """The documents of `sequences` rows."""
@@ -115,8 +113,7 @@ class Problem:
         Only visible keys count, so the causal mask halves both.
         """
         lengths = [DOCUMENT] * (self.T // DOCUMENT) + [self.T % DOCUMENT] if self.variant == "documents" else [self.T]
-        pairs = sum(visible_pairs(self.score, length) for length in lengths)
-        forward = 4 * self.B * self.H * self.D * pairs
+        forward = 4 * self.B * self.H * self.D * sum(visible_pairs(self.score, length) for length in lengths)
         return forward, 2.5 * forward
 
 
@@ -138,9 +135,14 @@ class Candidate:
 
 def attention_shape(problem: Problem) -> AttentionShape:
     """The problem as attention/ describes it."""
-    documents = problem.variant == "documents"
     return AttentionShape(
-        problem.D, problem.H, problem.H, problem.dtype, problem.device, (problem.score,), documents=documents
+        problem.D,
+        problem.H,
+        problem.H,
+        problem.dtype,
+        problem.device,
+        (problem.score,),
+        documents=problem.variant == "documents",
     )
 
 

@@ -5,8 +5,6 @@ The launch functions are called on tensors in the CPU's memory. `collect` notes 
 must not be set.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io
@@ -87,8 +85,8 @@ def collect(architecture: int, launches: Iterable[Launch]) -> Iterator[Kernel]:
         for name, call in launches:
             call()
             for function, source, asked, options in compilations:
-                kernel = function.fn.__name__.removesuffix("_kernel")
-                yield Kernel(f"{name}/{kernel}", digest_of(source, asked, target), source, target, options)
+                label = f"{name}/{function.fn.__name__.removesuffix('_kernel')}"
+                yield Kernel(label, digest_of(source, asked, target), source, target, options)
             compilations.clear()
 
 

@@ -16,7 +16,7 @@ FEW = 50  # kernels, for which other processes would begin too late to be worth 
 @cache
 def kernels() -> dict[str, Kernel]:
     """Name -> kernel."""
-    launches = {80: [*plain.launches(80), *small.launches(80)], 90: [*plain.launches(90), *small.launches(90)]}
+    launches = {sm: [*plain.launches(sm), *small.launches(sm)] for sm in (80, 90)}
     launches[90] += hopper.launches()
     kernels: dict[str, Kernel] = {}
     for architecture, calls in launches.items():

@@ -34,9 +34,8 @@ def launches() -> Iterator[Launch]:
             new = {item for item in shapes(problem, D, T).items() if item not in seen}
             seen |= new
             if new:
-                directions = {direction for direction, _ in new}
                 name = f"attention/hopper/{D}-{kind}-{'dropout' if dropout else 'exact'}{suffix}"
-                yield Launch(name, partial(launch, problem, D, T, directions))
+                yield Launch(name, partial(launch, problem, D, T, {direction for direction, _ in new}))
     for D in (128, 256):
         call = with_options(asked["causal"], D, LONGEST, 0.0)
         yield Launch(f"attention/hopper/{D}-causal-exact-fp16", partial(launch, call, D, LONGEST, BOTH, torch.float16))

@@ -89,8 +89,8 @@ def launch(
     def tensor(heads: int, length: int) -> Tensor:
         return torch.empty(B, length, heads, key.head_dim, dtype=dtype).transpose(1, 2)
 
-    sizes = ((H, queries), (H_KV, keys), (H_KV, keys), (H, queries), (H, queries))
-    q, k, v, do, out = (tensor(*size) for size in sizes)
+    of_q, of_k = (H, queries), (H_KV, keys)
+    q, k, v, do, out = (tensor(*size) for size in (of_q, of_k, of_k, of_q, of_q))
     length = int(min(key.length, 2**20))
     blocks = tables.choose(Problem(call.spec, key.head_dim, dtype, length, length, divmod(architecture, 10)))
     _, lse2 = forward(q, k, v, out, call, blocks.forward)
@@ -102,6 +102,6 @@ def launch(
         check_backward(key.head_dim, dtype, q.device)
     except UnsupportedAttention:
         return
-    x = Tensors(q, k, v, out, do, lse2, rows_like(q), tensor(H, queries), tensor(H_KV, keys), tensor(H_KV, keys))
+    x = Tensors(q, k, v, out, do, lse2, rows_like(q), tensor(*of_q), tensor(*of_k), tensor(*of_k))
     launch_dq(x, call, blocks.dq)
     launch_dkdv(x, call, blocks.dkdv)

@@ -54,22 +54,14 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
     )
     curves = {name: list(arm.runs.values()) for name, arm in arena.arms.items() if arm.runs}
     lead, *drawings = (draw(chart, out) for chart in (forest(arena), *loss_charts(curves), *probe_charts(curves)))
-    tables = (
-        verdict_table(arena),
-        size_table(arena),
-        race_table(arena),
-        cost_table(arena),
-        probe_table(arena),
-        lr_table(arena),
-        plan_table(arena),
-    )
+    makers = (verdict_table, size_table, race_table, cost_table, probe_table, lr_table, plan_table)
     section = Section(
         "",
         f"{len(plan.arms)} arms, {runs[0].option('model.name', 'model')} on {runs[0].option('data.name', 'data')}",
         subtitle(runs),
         found,
         tuple(drawings),
-        tuple(table for table in tables if table),
+        tuple(filter(None, (table_of(arena) for table_of in makers))),
     )
     report = Report(
         found,
@@ -165,13 +157,13 @@ def added_too_often(plan: Plan) -> list[str]:
 
 def go_on(arena: Arena, folder: Path) -> tuple[str, str] | None:
     """The next step and its command: the runs that are missing, or the seeds that would decide; else None."""
-    plan, seeds = arena.plan, len(arena.plan.seeds)
+    plan = arena.plan
     missing = any(comparison.missing for comparison in arena.comparisons)
     more = 0 if missing else max((comparison.more or 0 for comparison in arena.comparisons), default=0)
     if not missing and not more:
         return None
     set_anew = ["hydra.sweep.dir=", "arena.seeds=", "resume="]
-    total, further = seeds + more, [f"hydra.sweep.dir={folder}"]
+    total, further = len(plan.seeds) + more, [f"hydra.sweep.dir={folder}"]
     if missing:
         title = "Run the missing runs"
     elif len(plan.looks) < plan.planned_looks:
@@ -201,8 +193,13 @@ def forest(arena: Arena) -> Chart:
         f"Final {_unit(arena)[0]} of each arm less {baseline}'s of the same seed: the mean, its 95 % interval (thick), "
         f"the interval that the verdict follows from (thin), and each seed (dots). Shaded: the margin."
     )
-    draw = partial(draw_forest, arena=arena)
-    return Chart("forest", f"Difference from {baseline}", caption, draw, 1.15 + ROW * len(arena.comparisons))
+    return Chart(
+        "forest",
+        f"Difference from {baseline}",
+        caption,
+        partial(draw_forest, arena=arena),
+        1.15 + ROW * len(arena.comparisons),
+    )
 
 
 def _unit(arena: Arena) -> tuple[str, str]:

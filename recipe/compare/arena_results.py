@@ -18,12 +18,13 @@ from recipe.compare.statistics import (
     holm_levels,
     judge,
     paired,
+    paired_if_several,
     seeds_to_decide,
     sign_flip,
     signed_rank,
 )
 from recipe.compare.sweeps import by_seed, equal_to_the_bit, pairs_of
-from recipe.run.plan import Plan, PlannedRun
+from recipe.run.plan import Plan
 
 LOSS = "val/loss"
 SOLVED = 0.01  # of wrong answers
@@ -86,8 +87,7 @@ class Comparison:
     @cached_property
     def test(self) -> Paired | None:
         """Of the finite differences; None with fewer than two."""
-        finite = [difference for difference in self.differences.values() if math.isfinite(difference)]
-        return paired(finite) if len(finite) > 1 else None
+        return paired_if_several([gap for gap in self.differences.values() if math.isfinite(gap)])
 
     @cached_property
     def p(self) -> float:
@@ -135,7 +135,7 @@ class Comparison:
         cost  of a step: throughput/step_ms, or flops_per_token, of which steps have equally many
         """
         gaps = [_at_equal(cost, *pair) for pair in pairs_of(self.arm.runs, self.baseline.runs).values()]
-        return paired([gap for gap in gaps if gap is not None]) if len(gaps) > 1 and None not in gaps else None
+        return None if None in gaps else paired_if_several([gap for gap in gaps if gap is not None])
 
 
 def _at_equal(cost: str, run: Run, other: Run) -> float | None:
@@ -214,18 +214,15 @@ def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
 
 
 def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run], task: str | None, size: int | None) -> ArmRuns:
-    tries, planned = ([one for one in group if one.arm == arm] for group in (plan.lr_runs(), plan.seed_runs()))
-    seeds = [one for one in planned if one.size == size]
-
-    def of(planned: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Run]]:
-        return [(one, runs[one.number]) for one in planned if one.number in runs]
-
+    tries = [one for one in plan.lr_runs() if one.arm == arm and one.number in runs]
+    seeds = [one for one in plan.seed_runs() if one.arm == arm and one.size == size]
     losses: dict[float, list[float]] = {lr: [] for lr in plan.lr[arm]} if len(plan.lr[arm]) > 1 else {}
-    for one, run in of(tries):
+    for one in tries:
+        run = runs[one.number]
         loss = math.inf if run.out_of_memory else result(run, task)
         if one.lr is not None and loss is not None:
             losses[one.lr].append(loss)
-    trained = by_seed(run for _, run in of(seeds))
+    trained = by_seed(runs[one.number] for one in seeds if one.number in runs)
     results = {seed: loss for seed, run in trained.items() if (loss := result(run, task)) is not None}
     return ArmRuns(arm, trained, results, losses, seeds[0].lr)
 
@@ -257,8 +254,7 @@ def slope(sizes: Sequence[SizeDifference]) -> Paired | None:
         return None
     seeds = sorted(set.intersection(*(set(one.differences) for one in sizes)))
     x = [math.log10(one.operations) for one in sizes]
-    slopes = [np.polyfit(x, [one.differences[seed] for one in sizes], 1)[0] for seed in seeds]
-    return paired(slopes) if len(slopes) > 1 else None
+    return paired_if_several([np.polyfit(x, [one.differences[seed] for one in sizes], 1)[0] for seed in seeds])
 
 
 class Race(NamedTuple):
@@ -282,10 +278,11 @@ def race(arm: ArmRuns, baseline: ArmRuns) -> Race:
         step = None if target is None else step_to(run, target)
         if step and ours and theirs:
             ratios.append((other.step / step, other.step * theirs / (step * ours)))
-    if not ratios or len(ratios) < len(pairs):
-        return Race(len(ratios), len(pairs), None)
-    fewer, faster = map(statistics.geometric_mean, zip(*ratios, strict=True))
-    return Race(len(ratios), len(pairs), (fewer, faster))
+    less = None
+    if ratios and len(ratios) == len(pairs):
+        fewer, faster = map(statistics.geometric_mean, zip(*ratios, strict=True))
+        less = fewer, faster
+    return Race(len(ratios), len(pairs), less)
 
 
 def step_to(run: Run, target: float) -> float | None:

@@ -5,7 +5,7 @@ import statistics
 
 from recipe.compare.arena_results import Arena, ArmRuns, differences_by_size, race, slope
 from recipe.compare.costs import attention_alone, median_of
-from recipe.compare.statistics import ALPHA, POWER, Paired, paired
+from recipe.compare.statistics import ALPHA, POWER, Paired, paired_if_several
 from recipe.compare.tables import COUNT, DASH, EQUAL, LOSS, Table, bounds, memory, shown, signed, speed, table
 from recipe.wording import percent
 
@@ -38,8 +38,10 @@ def verdict_table(arena: Arena) -> Table:
             ]
         )
     judged = "wrong answers" if arena.task else "val loss"
-    columns = ["arm", "verdict", "seeds", "learning rate", judged, "difference", "95 % interval", "judged by"]
-    columns += ["p (t)", "p (signs)", "seeds to add"]
+    columns = [
+        "arm", "verdict", "seeds", "learning rate", judged, "difference", "95 % interval", "judged by", "p (t)",
+        "p (signs)", "seeds to add",
+    ]  # fmt: skip
     caption = (
         "Means with their deviation over the seeds; differences are paired by seed. The verdict follows "
         'from the interval under "judged by", which is wider where there are several arms (Holm) or planned looks. '
@@ -74,8 +76,9 @@ def cost_table(arena: Arena) -> Table:
             ]
         )
     layer = " (one layer)" if attention_alone(list(arena.runs.values())) else ""
-    columns = ["arm", "parameters", "tokens/s", f"memory{layer}", "FLOPs a token"]
-    columns += ["at equal time", "at equal FLOPs"]
+    columns = [
+        "arm", "parameters", "tokens/s", f"memory{layer}", "FLOPs a token", "at equal time", "at equal FLOPs",
+    ]  # fmt: skip
     caption = (
         "Differences in loss with their 95 % intervals, of the same runs read where arm and baseline have cost as "
         "much: the one that costs more is read before its end, where its learning rate has not come down."
@@ -122,7 +125,7 @@ def probe_table(arena: Arena) -> Table | None:
             if not ours:
                 continue
             differences = [value - theirs[seed] for seed, value in ours.items() if seed in theirs]
-            test = paired(differences) if len(differences) > 1 and arm is not arena.baseline else None
+            test = None if arm is arena.baseline else paired_if_several(differences)
             mean = f"{statistics.fmean(ours.values()):.4g}"
             rows.append([name.removeprefix(PROBE), arm.name, mean, bounds_of(test)])
     caption = (
@@ -130,8 +133,7 @@ def probe_table(arena: Arena) -> Table | None:
         "loss at the end of the window less that after a tenth of it. Differences are paired by seed, with 95 % "
         "intervals of one arm."
     )
-    columns = ["probe", "arm", "mean", "difference"]
-    return table("probes", "Probes", columns, rows, caption) if rows else None
+    return table("probes", "Probes", ["probe", "arm", "mean", "difference"], rows, caption) if rows else None
 
 
 def _finals(arm: ArmRuns, metric: str) -> dict[int, float]:
@@ -155,7 +157,7 @@ def size_table(arena: Arena) -> Table | None:
         sizes = differences_by_size(arena, arm)
         for one in sizes:
             gaps = list(one.differences.values())
-            test = paired(gaps) if len(gaps) > 1 else None
+            test = paired_if_several(gaps)
             rows.append([arm, f"{one.size} layers", f"{one.operations:.3g}", str(len(gaps)), bounds_of(test)])
         change = slope(sizes)
         seeds = DASH if change is None else str(change.n)

@@ -5,14 +5,14 @@ budget of the track. They find mistakes and short cuts. They are no sandbox for 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recipe.errors import UserError
 from recipe.files import flatten, number
 
 FUTURE = 1e-3  # nats: more than rounding changes a prediction
-FIXED = ("seed", "seq_len", "data", "init_from", "resume", "device", "probes")  # settings that no edit may change
+FIXED = ("seq_len", "data", "init_from", "resume", "device", "probes")  # settings that no edit may change
 OF_TRAINING = ("eval_every", "target_loss", "cpu.memory_gib", "checkpoint_every", "keep_last")
 # What must be equal for a pair to be one, and what an edit does that changes it.
 EQUAL = {
@@ -31,13 +31,12 @@ class InvalidError(UserError):
     """An attempt that is not judged; the message is the audit's reason."""
 
 
-def check_paths(changed: Iterable[str], editable: Iterable[str]) -> None:
+def check_paths(changed: list[str], editable: list[str]) -> None:
     """Raise InvalidError for a file that the track lets no edit change: those of the evaluation, the text, the loop."""
-    places = tuple(editable)
     for path in changed:
-        if not any(path == place or path.startswith(f"{place}/") for place in places):
+        if not any(path == place or path.startswith(f"{place}/") for place in editable):
             raise InvalidError(
-                f"the edit changes {path}, and the track lets an edit change {', '.join(places)} alone; take the "
+                f"the edit changes {path}, and the track lets an edit change {', '.join(editable)} alone; take the "
                 "change back."
             )
 
@@ -54,18 +53,17 @@ def result(summary: Mapping[str, Any], measured: Mapping[str, Any], seconds: flo
     names = [name for name in flat if name.split(".")[0] in FIXED]
     names += [f"training.{name}" for name in OF_TRAINING]
     tokens = number(summary.get("tokens")) or 0.0
-    recorded = [name for name in ("eval", "val_loss", "best_val_loss") if summary.get(name) is not None]
     return {
         **measured,
         "predicted": measured.get("tokens"),
         "seed": config.get("seed"),
-        "settings": {name: flat.get(name) for name in names if name != "seed"},
+        "settings": {name: flat.get(name) for name in names},
         "device": [summary.get("device"), summary.get("versions"), measured.get("threads")],
         "tokens": tokens,
         "seconds": seconds,
         "flops": tokens * (number(summary.get("flops_per_token")) or 0.0),
         "steps": summary.get("steps"),
-        "recorded": recorded,
+        "recorded": [name for name in ("eval", "val_loss", "best_val_loss") if summary.get(name) is not None],
         "diverged": summary.get("non_finite_step") is not None or not math.isfinite(measured["bits_per_byte"]),
     }
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recipe.compare.runs import Run
-from recipe.compare.statistics import ALPHA, paired
+from recipe.compare.statistics import ALPHA, paired_if_several
 from recipe.compare.sweeps import Cell, Sweep, equal_to_the_bit, pairs_of
 
 SPEED = "throughput/tokens_per_s"
@@ -61,8 +61,7 @@ class Point(NamedTuple):
         if not losses:
             return None
         mean = statistics.fmean(losses)
-        deviation = statistics.stdev(losses) if len(losses) > 1 and math.isfinite(mean) else None
-        return Loss(mean, deviation)
+        return Loss(mean, statistics.stdev(losses) if len(losses) > 1 and math.isfinite(mean) else None)
 
     def median(self, metric: str) -> float | None:
         """The median of the runs' medians."""
@@ -76,12 +75,19 @@ class Point(NamedTuple):
 
 def points(sweep: Sweep) -> dict[str, list[Point]]:
     """The measurements of each label, cell by cell."""
-    every = [
-        Point(label, cell, sweep.position(cell), tuple(cell.of(label).values()))
-        for cell in sweep.cells
-        for label in cell.labels()
-    ]
-    return {label: [point for point in every if point.label == label] for label in sweep.labels()}
+    return {
+        label: [
+            Point(label, cell, sweep.position(cell), tuple(cell.of(label).values()))
+            for cell in sweep.cells
+            if label in cell.labels()
+        ]
+        for label in sweep.labels()
+    }
+
+
+def all_points(sweep: Sweep) -> list[Point]:
+    """The measurements of all labels in one list, label after label."""
+    return [point for of_label in points(sweep).values() for point in of_label]
 
 
 def speed_of(runs: Sequence[Run]) -> Speed | None:
@@ -128,7 +134,7 @@ def crossovers(sweep: Sweep, reference: str = "naive") -> dict[str, int | None]:
 
 def same_tokens(sweep: Sweep) -> bool:
     """Whether runs of several lengths were trained on equally many tokens, so that their losses compare contexts."""
-    trained = [point for of_label in points(sweep).values() for point in of_label if point.metric == "val/loss"]
+    trained = [point for point in all_points(sweep) if point.metric == "val/loss"]
     totals = [point.median("tokens") or 0.0 for point in trained]
     return sweep.over_lengths and len({p.position for p in trained}) > 1 and 0 < max(totals) <= 1.02 * min(totals)
 
@@ -157,16 +163,14 @@ class Ranked(NamedTuple):
 
 def by_loss(sweep: Sweep) -> list[Point]:
     """Every implementation in every cell, the lowest loss first."""
-    every = [point for of_label in points(sweep).values() for point in of_label]
-    return sorted(every, key=lambda point: math.inf if point.loss is None else point.loss.mean)
+    return sorted(all_points(sweep), key=lambda point: math.inf if point.loss is None else point.loss.mean)
 
 
 def ranking(sweep: Sweep) -> list[Ranked]:
     """The points that have a loss, the lowest first."""
     found = [point for point in by_loss(sweep) if point.loss]
     level = ALPHA / max(1, math.comb(len(found), 2))
-    several = len(sweep.labels()) > 1
-    return [_ranked(point, found[0], level, several) for point in found]
+    return [_ranked(point, found[0], level, several=len(sweep.labels()) > 1) for point in found]
 
 
 def _ranked(point: Point, lowest: Point, level: float, several: bool) -> Ranked:
@@ -175,7 +179,7 @@ def _ranked(point: Point, lowest: Point, level: float, several: bool) -> Ranked:
     pairs = pairs_of(point.cell.of(point.label), lowest.cell.of(lowest.label))
     losses = [(run.final(lowest.metric), other.final(lowest.metric)) for run, other in pairs.values()]
     gaps = [ours - theirs for ours, theirs in losses if ours is not None and theirs is not None]
-    test = paired(gaps) if len(gaps) > 1 else None
+    test = paired_if_several(gaps)
     where = ", ".join(point.cell.where)
     return Ranked(
         name=f"{point.label}, {where}" if several and where else where or point.label,

@@ -211,7 +211,7 @@ def draw_over_lengths(figure: Figure, sweep: Sweep, dots: Dots, unit: str) -> No
     axes.set_xscale("log", base=2)
     axes.set_xlim(ticks[0] / 1.2, ticks[-1] * 1.2)
     ticks = ticks[:: -(-len(ticks) // 8)]
-    axes.set_xticks(ticks, [short_length(n) for n in ticks])
+    axes.set_xticks(ticks, map(short_length, ticks))
     axes.minorticks_off()
     legend(figure, axes)
 

@@ -47,12 +47,9 @@ def headline(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Headl
 
 def parity_headline(verdicts: Sequence[Verdict]) -> Headline:
     """The verdicts in a sentence, the worst first."""
-    of_label: dict[str, set[Outcome]] = {}
-    for verdict in verdicts:
-        of_label.setdefault(verdict.label, set()).add(verdict.outcome)
     names: dict[Outcome, list[str]] = {}
     for verdict in verdicts:
-        mixed = len(of_label[verdict.label]) > 1
+        mixed = len({one.outcome for one in verdicts if one.label == verdict.label}) > 1
         name = f"{verdict.label} ({verdict.cell.short})" if mixed else verdict.label
         if name not in names.setdefault(verdict.outcome, []):
             names[verdict.outcome].append(name)
@@ -71,8 +68,7 @@ def _lengths(sweep: Sweep, reference: str) -> str:
         names = listed([label for label, longest in fits.items() if longest == best])
         return f"The longest sequence that fits: {best:,} tokens, with {names}" if best else "Nothing fits the memory"
     found = crossovers(sweep, reference)
-    ahead = {label: length for label, length in found.items() if length}
-    if ahead:
+    if ahead := {label: length for label, length in found.items() if length}:
         soonest = min(ahead, key=ahead.__getitem__)
         return f"{soonest} is faster than {reference} from {ahead[soonest]:,} tokens on"
     if found:
@@ -92,8 +88,7 @@ def _lowest(ranked: Sequence[Ranked]) -> Headline | None:
     if not others:
         return Headline(f"{first.name}: {kind} loss {over_seeds(first.point.loss)}{of_seeds}", "none")
     if all(one.equal for one in others):
-        equal = listed([first.name, *(one.name for one in others)])
-        return Headline(f"{equal} are equal bit for bit{of_seeds}", "none")
+        return Headline(f"{listed([one.name for one in (first, *others)])} are equal bit for bit{of_seeds}", "none")
     second, by = others[0], ""
     if len(others) == 1 and second.interval:
         by = f"; {second.name} {apart(second.equal, second.difference, second.interval)}"
@@ -114,8 +109,11 @@ def notes_on(run_set: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
     if len(sweeps) > 1:
         settings = [setting for place in places([sweep.runs for sweep in sweeps]) for setting in place]
         names = dict.fromkeys(setting.partition("=")[0] for setting in settings)
-        differences = first_few(list(names)) or "settings that change how they train"
-        notes.insert(0, f"The runs differ in {differences}, so they are not all compared with each other.")
+        notes.insert(
+            0,
+            f"The runs differ in {first_few(list(names)) or 'settings that change how they train'}, so they are not "
+            "all compared with each other.",
+        )
     if changed := [run.called for run in runs if run.commit.endswith("+")]:
         notes.append(f"Runs from a tree with uncommitted changes: {first_few(changed)}.")
     for origin, values in {
@@ -128,10 +126,11 @@ def notes_on(run_set: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
             notes.append(f"The runs come from different {origin}: {', '.join(known)}.")
     for run in runs:
         notes += [f"{run.called}: {note}" for note in run.notes]
-        probed, micro_batch = run.recorded("parity").get("tokens"), (run.sequences, run.seq_len)
-        if isinstance(probed, list) and math.prod(probed) < math.prod(micro_batch):  # older runs wrote text
-            of = f"{micro_batch[0]} x {micro_batch[1]}"
-            notes.append(f"{run.called}: the probe compared {probed[0]} x {probed[1]} of {of} tokens.")
+        probed = run.recorded("parity").get("tokens")
+        if isinstance(probed, list) and math.prod(probed) < run.sequences * run.seq_len:  # older runs wrote text
+            notes.append(
+                f"{run.called}: the probe compared {probed[0]} x {probed[1]} of {run.sequences} x {run.seq_len} tokens."
+            )
         # train.py's advice is for runs that should have trained
         if run.status == "failed" and run.summary.get("message") and not run.ablated:
             notes.append(f"{run.called} failed: {run.summary['message']}".rstrip(" .") + ".")

@@ -34,9 +34,6 @@ def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
 
     The run joins the group of the first run, so that their workspace has the page.
     """
-    names = {"job_type": "report", "name": "report", "resume": None}
-    group = str(runs[0].option("tracking.group") or "") or None
-    project = str(runs[0].option("tracking.project", "gpt-attention"))
 
     def add_page(run: Any, step: int) -> None:
         import wandb
@@ -45,8 +42,19 @@ def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
         page.add_file(str(out / "index.html"))
         run.log_artifact(page)
 
-    options = {"mode": mode, "project": project, "group": group, **names}
-    thread = WandbThread(out, options, add_page, "the report on disk is complete")
+    thread = WandbThread(
+        out,
+        {
+            "mode": mode,
+            "project": str(runs[0].option("tracking.project", "gpt-attention")),
+            "group": str(runs[0].option("tracking.group") or "") or None,
+            "job_type": "report",
+            "name": "report",
+            "resume": None,
+        },
+        add_page,
+        "the report on disk is complete",
+    )
     thread.end(True, LIMIT)
     return "\n".join([*thread.warnings(), *([f"W&B: {thread.location}"] if thread.location else [])])
 
@@ -103,16 +111,20 @@ class Report(NamedTuple):
     @property
     def sources(self) -> tuple[tuple[str, str], ...]:
         """The origin of the runs, as (name, text)."""
-        versions = [run.recorded("versions") for run in self.runs]
+        versions = (run.recorded("versions").items() for run in self.runs)
         kernels = [f"{run.attention}: {path}" for run in self.runs if (path := run.summary.get("attention_path"))]
-        listed = [notes for run in self.runs if isinstance(notes := run.summary.get("data_notes"), list)]
-        of_text = [str(note).rstrip(".") for notes in listed for note in notes]
+        of_text = [
+            str(note).rstrip(".")
+            for run in self.runs
+            if isinstance(notes := run.summary.get("data_notes"), list)
+            for note in notes
+        ]
         return (
             ("Run folders", _all_of(str(run.folder.parent) for run in self.runs)),
             *([("Kernels", _all_of(kernels))] if kernels else []),
             *([("Text", _all_of(of_text))] if of_text else []),
             ("Commits", _all_of(run.commit for run in self.runs)),
-            ("Software", _all_of(", ".join(f"{name} {v}" for name, v in version.items() if v) for version in versions)),
+            ("Software", _all_of(", ".join(f"{name} {v}" for name, v in items if v) for items in versions)),
             ("Run on", _all_of(sorted(str(run.summary.get("started") or "")[:10] for run in self.runs))),
         )
 
@@ -156,10 +168,9 @@ def write_page(report: Report, out: Path, **shown: Any) -> None:
         loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, autoescape=True,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    page = environment.get_template("index.html.j2").render(shown, report=report)
-    (out / "index.html").write_text(page, encoding="utf-8")
-    csv = runs_csv(report.runs, report.labels, report.places, report.subject)
-    (out / "runs.csv").write_text(csv, encoding="utf-8")
+    template = environment.get_template("index.html.j2")
+    (out / "index.html").write_text(template.render(shown, report=report), encoding="utf-8")
+    (out / "runs.csv").write_text(runs_csv(report.runs, report.labels, report.places, report.subject), encoding="utf-8")
 
 
 def _section(
@@ -176,28 +187,27 @@ def _section(
     title = ", ".join(filter(None, (f"{model} on {data}", first_few(settings))))
     drawings = tuple(draw(chart, out) for chart in charts(sweep, verdicts, reference, prefix))
     tables = parity_table(verdicts, reference), cell_table(sweep), ablation_table(sweep.runs)
-    return Section(prefix, title, subtitle(sweep.runs), found, drawings, tuple(table for table in tables if table))
+    return Section(prefix, title, subtitle(sweep.runs), found, drawings, tuple(filter(None, tables)))
 
 
 def subtitle(runs: Sequence[Run]) -> str:
     """The model, the score, the lengths, the dropout, the precision and the devices of runs, in a line."""
     sizes = "model.n_layers", "model.n_heads", "model.n_embd", "seq_len"
-    parts = [
-        *(f"{name.removeprefix('model.')} {_all_of(str(run.option(name, '')) for run in runs)}" for name in sizes),
-        f"score {_all_of(_score(run) for run in runs)}",
-        f"dropout {_all_of(format(run.option('attention.dropout') or 0.0, 'g') for run in runs)}",
-        _all_of(run.precision for run in runs),
-        _all_of(f"{run.devices} x {run.device}" if run.devices > 1 else run.device for run in runs),
-    ]
-    return " · ".join(parts)
+    return " · ".join(
+        [
+            *(f"{name.removeprefix('model.')} {_all_of(str(run.option(name, '')) for run in runs)}" for name in sizes),
+            f"score {_all_of(_score(run) for run in runs)}",
+            f"dropout {_all_of(format(run.option('attention.dropout') or 0.0, 'g') for run in runs)}",
+            _all_of(run.precision for run in runs),
+            _all_of(f"{run.devices} x {run.device}" if run.devices > 1 else run.device for run in runs),
+        ]
+    )
 
 
 def _score(run: Run) -> str:
     """The preset and what is set in it, without its tensors: "causal (window=16)"."""
-    options = {
-        name: run.option(f"score.{name}") for name in ("window", "soft_cap", "alibi", "sinks", "formula", "layers")
-    }
-    chosen = ", ".join(f"{name}={value}" for name, value in options.items() if value)
+    options = "window", "soft_cap", "alibi", "sinks", "formula", "layers"
+    chosen = ", ".join(f"{name}={value}" for name in options if (value := run.option(f"score.{name}")))
     return f"{run.option('score.name') or 'causal'}" + (f" ({chosen})" if chosen else "")
 
 

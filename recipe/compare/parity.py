@@ -65,8 +65,7 @@ def _judge(cell: Cell, label: str, reference: str) -> Verdict:
         gaps.append(Gap.single_seed)
     elif curve is None or curve.ratio is None or final is None:
         gaps.append(Gap.no_shared_losses)
-    alone = alone_worst(list(runs.values()))
-    return Verdict(label, cell, probe, curve, final, stopped, tuple(gaps), alone)
+    return Verdict(label, cell, probe, curve, final, stopped, tuple(gaps), alone_worst(list(runs.values())))
 
 
 def _not_finite(run: Run, cell: Cell, reference: str) -> NotFinite | None:
@@ -98,8 +97,7 @@ def alone_worst(runs: Sequence[Run]) -> Alone | None:
                 errors[name] = max(errors.get(name, 0.0), share)
                 if share > worst:
                     worst, step, where = share, int(record["step"]), str(record.get("parity/attention_worst", ""))
-            for part in filter(None, str(record.get(UNSEEN, "")).split("; ")):
-                unseen[part] = None
+            unseen |= dict.fromkeys(filter(None, str(record.get(UNSEEN, "")).split("; ")))
     return Alone(errors, step, where, tuple(unseen)) if errors or unseen else None
 
 

@@ -74,13 +74,14 @@ def draw_heat(figure: Figure, maps: Mapping[str, Heat], lengths: Sequence[int], 
         for (row, column), value in np.ndenumerate(heat):
             if np.isnan(value):
                 continue
-            cell = Rectangle(
-                (column - 0.48, row - 0.46), 0.96, 0.92, facecolor=COLOURS["flash"], alpha=0.06 + 0.84 * value, lw=0
+            axes.add_patch(
+                Rectangle(
+                    (column - 0.48, row - 0.46), 0.96, 0.92, facecolor=COLOURS["flash"], alpha=0.06 + 0.84 * value, lw=0
+                )
             )
-            axes.add_patch(cell)
             ink = COLOURS["surface"] if value > 0.55 else COLOURS["ink"]
             axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=ink, fontsize=8.5)
-        axes.set_yticks(range(len(heat)), [short_length(T) for T in lengths[: len(heat)]])
+        axes.set_yticks(range(len(heat)), map(short_length, lengths[: len(heat)]))
         axes.set_ylim(len(heat) - 0.5, -0.5)
     every[-1].set_xlim(-0.5, len(distances) - 0.5)
     every[-1].set_xticks(range(len(distances)), map(short_length, distances))

@@ -94,18 +94,17 @@ class Judge:
     def __init__(self, name: str, home: str | None = None) -> None:
         """Raises RefereeError for a track that does not exist or cannot be read."""
         self.top = Path(git(Path.cwd(), "rev-parse", "--show-toplevel"))
-        self.name, source = name, self.top / RECORDS / name / "track.yaml"
+        self.name, self.source = name, self.top / RECORDS / name / "track.yaml"
         self.home = Path(home).absolute() if home else self.top / "outputs" / "referee" / name
         try:
-            content = read_yaml(source)
+            content = read_yaml(self.source)
             self.track: Track = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Track), content))  # type: ignore[assignment]
         except (OSError, UntrustedError, OmegaConfBaseException) as error:
-            reason = str(error).splitlines()[0]
             raise RefereeError(
-                f"referee={name}: {source} is no track ({reason}); docs/referee.md shows one."
+                f"referee={name}: {self.source} is no track ({str(error).splitlines()[0]}); docs/referee.md shows one."
             ) from error
-        rules = sha256(to_json(vars(self.track), sort_keys=True).encode()).hexdigest()
-        self.rules, self.source, self.lock = rules, source, FileLock(self.home / ".lock")
+        self.rules = sha256(to_json(vars(self.track), sort_keys=True).encode()).hexdigest()
+        self.lock = FileLock(self.home / ".lock")
         self.ledger = self.read_ledger()
 
     def read_ledger(self) -> Ledger:
@@ -287,6 +286,4 @@ def git(folder: Path, *arguments: str) -> str:
 def python(tree: Path, folder: Path, *arguments: str) -> int:
     """Run a module of a worktree, which writes to console.log in the run folder. Returns its status."""
     with (folder / CONSOLE).open("ab") as console:
-        command = [sys.executable, "-m", *arguments]
-        done = subprocess.run(command, cwd=tree, stdout=console, stderr=console, check=False)
-    return done.returncode
+        return subprocess.call([sys.executable, "-m", *arguments], cwd=tree, stdout=console, stderr=console)

@@ -61,7 +61,7 @@ def write_referee_page(judge: Judge, edit: dict[str, Any]) -> Path | None:
     columns = ["seed", "bits per byte", "log evidence"]
     tables = table("pairs", "Edit less best", columns, pairs), leaderboard(judge)
     section = Section("", f"Track {judge.name}", subtitle(found.runs), headline, (), tables)
-    places = dict.fromkeys(labels, "")
-    write_page(Report(headline, (section,), found.notes, found.runs, labels, places, "commit"), judge.home)
+    report = Report(headline, (section,), found.notes, found.runs, labels, dict.fromkeys(labels, ""), "commit")
+    write_page(report, judge.home)
     (judge.home / "referee.json").write_text(to_json(edit, indent=2) + "\n", encoding="utf-8")
     return judge.home / "index.html"

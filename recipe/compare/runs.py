@@ -185,10 +185,10 @@ class Run:
 
     def diverged(self) -> int | None:
         """The first step whose loss or gradient is known not to be finite; None where all are finite."""
-        losses = [self.series("train/loss"), self.series("val/loss")]
+        losses = map(self.series, ("train/loss", "val/loss"))
         steps = [int(step) for s in losses for step in s.steps[~np.isfinite(s.values)]]
         stopped = number(self.summary.get("non_finite_step"))
-        return min([*steps, *([] if stopped is None else [int(stopped)])], default=None)
+        return min(steps if stopped is None else [*steps, int(stopped)], default=None)
 
 
 class RunSet(NamedTuple):
@@ -216,10 +216,9 @@ def find_runs(folders: Sequence[Path]) -> RunSet:
             full_name = name if len(folders) == 1 or path == folder else f"{folder.name}/{name}"
             runs.setdefault(path.resolve(), read_run(path, full_name))
     if not runs:
-        named = ", ".join(str(folder) for folder in folders)
         raise ReportError(
-            f"no runs found in {named}; a run folder holds metrics.jsonl, as train.py writes it below outputs/ "
-            "or multirun/."
+            f"no runs found in {', '.join(map(str, folders))}; a run folder holds metrics.jsonl, as train.py writes it "
+            "below outputs/ or multirun/."
         )
     return RunSet(tuple(runs.values()), tuple(notes))
 
@@ -256,8 +255,11 @@ def _run_folders(top: Path, notes: list[str]) -> Iterable[Path]:
             if any((folder / name).is_file() for name in ("metrics.jsonl", SUMMARY, OVERRIDES)):
                 yield folder
             else:
-                children = [child for child in folder.iterdir() if child.name not in _SKIPPED_FOLDERS]
-                waiting += [child for child in children if child.is_dir() and not child.is_symlink()]
+                waiting += [
+                    child
+                    for child in folder.iterdir()
+                    if child.name not in _SKIPPED_FOLDERS and child.is_dir() and not child.is_symlink()
+                ]
         except OSError as error:
             notes.append(f"{folder} {_reason(error)} and was left out.")
 
@@ -267,10 +269,10 @@ def _read(folder: Path, name: str, read: Callable[[Path], dict[str, Any]], notes
     try:
         return read(folder)
     except FileNotFoundError:
-        return {}
+        pass
     except (OSError, UntrustedError) as error:
         notes.append(f"{Path(name).name} {_reason(error)} and is left out.")
-        return {}
+    return {}
 
 
 def _reason(error: OSError | UntrustedError) -> str:

@@ -61,9 +61,8 @@ def referee_tables(nights: int) -> list[str]:
     for name, noise, doubled in null:
         short, long = (spend(noise, doubled, size, nights) for size in (100, 1000))
         lines.append([name, share(short[0]), share(long[0]), f"at most {100 * ALPHA:g} %", f"{short[1]:.1f}"])
-    head = ["edits", "nights of 100 that keep any", "nights of 1,000", "promised", "pairs an edit"]
     return [
-        markdown_table(head, lines),
+        markdown_table(["edits", "nights of 100 that keep any", "nights of 1,000", "promised", "pairs an edit"], lines),
         markdown_table(["a gain of", "as edit 1", "20", "100"], [gain_row(gain, nights) for gain in (4, 2, 1, 0.5)]),
     ]
 
@@ -152,17 +151,20 @@ def arena_table() -> str:
     ]  # fmt: skip
     low, high = paired(np.random.default_rng(2).normal(-MARGIN, size=(SWEEPS, needed))).interval(ALPHA)
     found = [judge(interval, MARGIN) for interval in zip(low, high, strict=True)].count(Verdict.better)
-    row = [f"better by the margin, {needed} seeds", f"1 x {needed}", share(found / SWEEPS), f"{100 * POWER:g} %"]
-    lines.append([*row, "", ""])
-    head = [
-        "differences",
-        "arms x seeds",
-        "*better* or *worse*",
-        "promised",
-        "95 % interval holds the truth",
-        "promised",
-    ]
-    return markdown_table(head, lines)
+    lines.append(
+        [f"better by the margin, {needed} seeds", f"1 x {needed}", share(found / SWEEPS), f"{100 * POWER:g} %", "", ""]
+    )
+    return markdown_table(
+        [
+            "differences",
+            "arms x seeds",
+            "*better* or *worse*",
+            "promised",
+            "95 % interval holds the truth",
+            "promised",
+        ],
+        lines,
+    )
 
 
 def share(value: float) -> str:

@@ -73,6 +73,11 @@ def paired(differences: ArrayLike) -> Paired:
     return Paired(n, mean, deviation, 2 * stats.t.sf(t, n - 1))
 
 
+def paired_if_several(differences: Sequence[float]) -> Paired | None:
+    """The test of two differences or more; None of fewer."""
+    return paired(differences) if len(differences) > 1 else None
+
+
 def outlier(differences: Sequence[float], margin: float, alpha: float = ALPHA) -> int | None:
     """The place of the difference that lies too far from the others for a normal sample (Grubbs 1969, at 1 %). None
     where it does not matter: where the interval at 1 - alpha, with that difference, lies inside the margin."""
@@ -95,8 +100,7 @@ def sign_flip(differences: ArrayLike) -> float:
     d = np.asarray(differences, np.float64)
     if not d.any():
         return 1.0
-    test = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=RESAMPLES, rng=0)
-    return float(test.pvalue)
+    return float(stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=RESAMPLES, rng=0).pvalue)
 
 
 def signed_rank(differences: ArrayLike) -> float:
@@ -104,8 +108,7 @@ def signed_rank(differences: ArrayLike) -> float:
     d = np.asarray(differences, np.float64)
     if not d.any():
         return 1.0
-    finite = np.abs(d[np.isfinite(d)])
-    beyond = 2 * finite.max(initial=1.0)  # only its rank counts
+    beyond = 2 * np.abs(d[np.isfinite(d)]).max(initial=1.0)  # only its rank counts
     return float(stats.wilcoxon(np.nan_to_num(d, posinf=beyond, neginf=-beyond)).pvalue)
 
 

@@ -145,8 +145,11 @@ def labels_of(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _attention_options(run: Run) -> dict[str, Any]:
-    options = {name.partition(".")[2]: value for name, value in run.settings.items() if among(name, ("attention",))}
-    return {name: value for name, value in options.items() if name not in ("name", "dropout")}
+    return {
+        option: value
+        for name, value in run.settings.items()
+        if among(name, ("attention",)) and (option := name.partition(".")[2]) not in ("name", "dropout")
+    }
 
 
 def cells_of(runs: Sequence[Run]) -> list[Cell]:

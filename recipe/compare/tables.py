@@ -10,10 +10,10 @@ from recipe.compare.costs import (
     SPEED,
     Loss,
     Point,
+    all_points,
     attention_alone,
     by_loss,
     median_of,
-    points,
     ranking,
     speed_of,
 )
@@ -45,20 +45,19 @@ class Table(NamedTuple):
 
 def table(name: str, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Table:
     """A table without empty columns. A column whose cells look like numbers is numeric."""
-    cells = [tuple(row) for row in rows]
-    shown = [n for n in range(len(columns)) if any(row[n] != DASH for row in cells)]
-    cells = [tuple(row[n] for n in shown) for row in cells]
-    numeric = {
+    given = list(rows)
+    shown = [n for n in range(len(columns)) if any(row[n] != DASH for row in given)]
+    cells = tuple(tuple(row[n] for n in shown) for row in given)
+    numeric = frozenset(
         n
         for n in range(1, len(shown))
-        if any(any(c.isdigit() for c in row[n]) for row in cells) and all(row[n][:1] in "0123456789-+" for row in cells)
-    }
-    return Table(name, title, tuple(columns[n] for n in shown), tuple(cells), frozenset(numeric), caption)
+        if any(any(map(str.isdigit, row[n])) for row in cells) and all(row[n][:1] in "0123456789-+" for row in cells)
+    )
+    return Table(name, title, tuple(columns[n] for n in shown), cells, numeric, caption)
 
 
 def cell_table(sweep: Sweep) -> Table | None:
     """The measurements of each implementation under each setting: by length, or the lowest loss first."""
-    along = [point for of_label in points(sweep).values() for point in of_label]
     gaps = {
         (one.point.cell.where, one.point.label): apart(one.equal, one.difference, one.interval)
         for one in ranking(sweep)[1:]
@@ -77,12 +76,13 @@ def cell_table(sweep: Sweep) -> Table | None:
             shown(point.median("throughput/mfu_causal"), "{:.3g} %", 100),
             memory(point.memory_gib),
         ]
-        for point in (along if sweep.over_lengths else by_loss(sweep))
+        for point in (all_points if sweep.over_lengths else by_loss)(sweep)
     ]
     first = "seq_len" if sweep.over_lengths else "settings"
-    columns = [first, "implementation", "outcome", "seeds", "train loss", "val loss"]
-    columns += ["to the lowest", "tokens/s", "step", "MFU (causal)"]
-    columns += [f"memory{' (one layer)' if attention_alone(sweep.runs) else ''}"]
+    columns = [
+        first, "implementation", "outcome", "seeds", "train loss", "val loss", "to the lowest", "tokens/s", "step",
+        "MFU (causal)", f"memory{' (one layer)' if attention_alone(sweep.runs) else ''}",
+    ]  # fmt: skip
     order = f"{'setting' if len(sweep.cells) > 1 else 'implementation'}, lowest loss first"
     title = f"By {first if sweep.over_lengths else order}"
     caption = (
@@ -158,11 +158,9 @@ def _state(point: Point) -> str:
 
 def ablation_table(runs: Sequence[Run]) -> Table | None:
     """The errors without a line of the online softmax, their place and size: `ablation` of the summaries."""
-    measured = [run.summary.get("ablation") for run in runs]
+    measured = [entries for run in runs if isinstance(entries := run.summary.get("ablation"), list)]
     rows = []
-    for entry in [entry for entries in measured if isinstance(entries, list) for entry in entries]:
-        if not isinstance(entry, Mapping):
-            continue
+    for entry in [entry for entries in measured for entry in entries if isinstance(entry, Mapping)]:
         tile, row = entry.get("first_bad_tile"), entry.get("first_bad_row")
         rows.append(
             (
@@ -202,8 +200,10 @@ def run_table(runs: Sequence[Run], labels: Names, places: Names, subject: str = 
         ]
         for run in runs
     ]
-    columns = ["run", subject, "settings", "seed", "status", "train loss", "val loss"]
-    columns += [*(name.replace(CORPUS, "val loss of ") for name in corpora), "tokens/s", "memory", "wall time"]
+    columns = [
+        "run", subject, "settings", "seed", "status", "train loss", "val loss",
+        *(name.replace(CORPUS, "val loss of ") for name in corpora), "tokens/s", "memory", "wall time",
+    ]  # fmt: skip
     return table("runs", "All runs", columns, rows)
 
 
@@ -211,9 +211,18 @@ def runs_csv(runs: Sequence[Run], labels: Names, places: Names, subject: str = "
     """One line a run, numbers unrounded."""
     recorded = ("attention_path", "best_val_loss", "wall_time_s", "tokens", "parameters", "started")
     rows: list[dict[str, Any]] = [
-        {"run": run.name, subject: labels[run.name], "settings": places[run.name], "seed": run.seed}
-        | {"seq_len": run.seq_len, "status": run.status, "step": run.step, "devices": run.devices}
-        | {"train_loss": run.final("train/loss"), "val_loss": run.final("val/loss")}
+        {
+            "run": run.name,
+            subject: labels[run.name],
+            "settings": places[run.name],
+            "seed": run.seed,
+            "seq_len": run.seq_len,
+            "status": run.status,
+            "step": run.step,
+            "devices": run.devices,
+            "train_loss": run.final("train/loss"),
+            "val_loss": run.final("val/loss"),
+        }
         | {name: run.median(f"throughput/{name}") for name in ("tokens_per_s", "step_ms", "mfu_full", "mfu_causal")}
         | {name: run.peak(f"memory/{name}") for name in ("peak_allocated_gib", "peak_reserved_gib")}
         | {"device": run.device, "precision": run.precision, "commit": run.commit}

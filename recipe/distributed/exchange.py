@@ -10,8 +10,6 @@ counter. So 1, 2 and 4 ranks give the same bits. The communication library adds 
 two terms, which have only one order.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 

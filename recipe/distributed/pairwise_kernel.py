@@ -1,7 +1,5 @@
 """The sum of every rank's terms in the order of exchange.py, in Triton: one pass over memory."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

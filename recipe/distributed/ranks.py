@@ -103,8 +103,7 @@ def _rendezvous(world: World, timeout_s: float) -> dist.Store:
         store = dist.TCPStore(
             host, port, None, first, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
         )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        meeting = dist.PrefixStore(f"gpt-attention/{attempt}", store)
+        meeting = dist.PrefixStore(f"gpt-attention/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         meeting.set(f"here/{world.rank}", "yes")
         while absent := _absent(meeting, "here", world):
             waited = time.monotonic() - started

@@ -89,8 +89,9 @@ class Trained(Loaded):
 def of_text(loaded: Loaded, run: Path | str) -> Trained:
     """The same model, of text. Raises UserError for another."""
     if not isinstance(loaded, Trained):
-        task = loaded.config.data.name
-        raise ConfigError(f"run={run} was trained on data={task}, a task without text; name another run.")
+        raise ConfigError(
+            f"run={run} was trained on data={loaded.config.data.name}, a task without text; name another run."
+        )
     return loaded
 
 
@@ -197,8 +198,7 @@ def load_weights(model: GPT, run: Path, choice: ModelChoice) -> Path:
     if average and not chosen:
         raise ConfigError(f"{path} has no moving average, as training.ema was 0; leave weights=ema out.")
     chosen = {name.removeprefix(prefix): value for name, value in chosen.items()}
-    embedding = chosen.get("wte.weight", torch.zeros(0, 1))
-    tokens = int(embedding.any(dim=1).sum())  # padding is zero
+    tokens = int(chosen.get("wte.weight", torch.zeros(0, 1)).any(dim=1).sum())  # padding is zero
     if tokens != model.vocab_size and model.config.vocab_size is None:
         of_data = run / FILE if (run / FILE).exists() else "The run's task"
         raise ConfigError(

@@ -118,9 +118,13 @@ def job_of(plan: Plan, run: PlannedRun, folder: Path) -> Job:
     planned += [] if run.lr is None else [f"optimizer.lr={run.lr!r}"]
     size = f", {run.size} layers" if run.size else ""
     rate = f", optimizer.lr={run.lr:g}" if run.stage == LR else ""
-    name = f"{run.arm}{size}, seed {run.seed}{rate}"
-    overrides = merged(*plan.overrides(run), planned)
-    return Job(run.number, tuple(overrides), folder / str(run.number), may_diverge=True, name=name)
+    return Job(
+        run.number,
+        tuple(merged(*plan.overrides(run), planned)),
+        folder / str(run.number),
+        may_diverge=True,
+        name=f"{run.arm}{size}, seed {run.seed}{rate}",
+    )
 
 
 def choose(plan: Plan, folder: Path) -> dict[str, float]:

@@ -106,11 +106,10 @@ def size_overrides(cfg: DictConfig, size: int) -> list[str]:
     each layer, and the number of steps stays. `rate_at` gives the learning rate.
     """
     model = cfg.model
-    channels = model.n_embd // model.n_heads
     heads = max(1, round(size * model.n_heads / model.n_layers))
     return [
         f"model.n_layers={size}",
-        f"model.n_embd={heads * channels}",
+        f"model.n_embd={heads * (model.n_embd // model.n_heads)}",
         f"model.n_heads={heads}",
         f"training.batch_tokens={size * cfg.training.batch_size * cfg.seq_len}",
     ]

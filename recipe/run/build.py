@@ -42,13 +42,14 @@ from recipe.training.step import Trainer, can_replay, compiled
 
 def attention_shape(config: Config, device: torch.device, dtype: torch.dtype) -> AttentionShape:
     """The requirements of the model in training, which computes in `dtype`, for its attention."""
+    model = config.model
     return AttentionShape(
-        head_dim=config.model.head_size,
-        n_heads=config.model.n_heads,
-        n_kv_heads=config.model.kv_heads,
+        head_dim=model.head_size,
+        n_heads=model.n_heads,
+        n_kv_heads=model.kv_heads,
         dtype=dtype,
         device=device,
-        scores=attention_scores(config.score, config.model),
+        scores=attention_scores(config.score, model),
         documents=config.data.documents is not Documents.ignore,
         training=True,
     )
@@ -112,16 +113,23 @@ def build_trainer(config: Config, model: GPT, device: torch.device, world: World
     training = replace(config.training, precision=resolve_precision(config.training.precision, device))
     rate = partial(learning_rate, steps=training.steps, peak=config.optimizer.lr, config=config.schedule)
     micro_steps = training.share(model.seq_len, world).micro_steps
-    mixes, clip = bool(config.model.mixers), config.optimizer.clip
+    mixes = bool(config.model.mixers)
     in_blocks = mixes or config.parallel.shards
     replayed = can_replay(training, config.attention.rng, micro_steps, in_blocks, mixes)
     sharing = Sharing(model, world, config.parallel, device, training.precision.dtype)
-    optimizer = build_optimizer(sharing.model, config.optimizer)
-    optimizer = sharing.share_update(optimizer)
+    optimizer = sharing.share_update(build_optimizer(sharing.model, config.optimizer))
     exchange = sharing.exchange(optimizer, micro_steps)
     network = compiled(sharing.computing, in_blocks) if training.compile else sharing.computing
     return Trainer(
-        sharing, optimizer, exchange, network, training, config.seed, learning_rate=rate, clip=clip, replayed=replayed
+        sharing,
+        optimizer,
+        exchange,
+        network,
+        training,
+        config.seed,
+        learning_rate=rate,
+        clip=config.optimizer.clip,
+        replayed=replayed,
     )
 
 
@@ -164,15 +172,16 @@ def build_run(
         pieces = fed.batches.stored(0).pieces()
         full, causal = (flops_per_token(model, T, causal, pieces) for causal in (False, True))
         trainer = build_trainer(config, model, device, world)
+    start = 0
     if checkpoint is not None:
         restore(trainer, checkpoint, config.data.name, data.identity)
-    start = 0 if checkpoint is None else checkpoint.step
+        start = checkpoint.step
     text = partial(validation_text, data)
     recalls = [build_recall(name, T, data.vocab_size, config.data.name, text) for name in config.probes]
     shape = replace(model.shape, training=True)
     probe = ParityProbe(config.parity, config.attention, shape) if config.parity.every else None
     path = model.attend.path(shape, T)
-    record = NullRecord(trainer)
+    record, notes = NullRecord(trainer), list[str]()
     meter = StepMeter(
         device,
         tokens_per_step=trainer.tokens_per_step,
@@ -183,14 +192,20 @@ def build_run(
     )
     if world.rank == 0:  # which keeps the run folder
         if isinstance(data, PreparedData):
+            notes = data.notes
             save_tokenizer(data.tokenizer, folder)
             if template := data.manifest["recipe"]["source"].get("template"):
                 ChatTemplate(**template).save(folder)
-        notes = data.notes if isinstance(data, PreparedData) else []
         origin = RunMetadata(recorded, overrides, data.identity, shape, path, notes)
         record = Record(folder, config.tracking, trainer, meter, origin, start, again=config.resume is not None)
-    profiles = training.profile and world.rank == 0
-    profiler = Profiler(folder, device, profile=profiles, start=start, steps=training.steps, print=record.print)
+    profiler = Profiler(
+        folder,
+        device,
+        profile=training.profile and world.rank == 0,
+        start=start,
+        steps=training.steps,
+        print=record.print,
+    )
     for line in describe_run(config, trainer, path):
         record.print(line)
     return Run(

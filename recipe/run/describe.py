@@ -80,8 +80,10 @@ def describe_end(run: Run, done: int, folder: Path) -> str | None:
     """Why a run ended after `done` updates, before its last: its target, or a signal, and then how it goes on."""
     training, number = run.trainer.training, run.interruption.number
     if run.record.reached is not None:
-        tokens = done * run.trainer.tokens_per_step
-        return f"reached training.target_loss={training.target_loss} after step {done}: {tokens:,} tokens"
+        return (
+            f"reached training.target_loss={training.target_loss} after step {done}: "
+            f"{done * run.trainer.tokens_per_step:,} tokens"
+        )
     if done == training.steps or number is None:
         return None
     go_on = f"resume={folder} goes on" if training.checkpoint_every else "training.checkpoint_every=0 saved nothing"

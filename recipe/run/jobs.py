@@ -126,8 +126,7 @@ def failed_job(error: RuntimeError) -> SweepError | None:
     """A sentence for submitit's error about a job that failed; None for any other error."""
     if type(error).__name__ != "UncompletedJobError":  # submitit need not be installed
         return None
-    reason = str(error).strip().splitlines()[-1].removeprefix("error: ")
     return SweepError(
-        f"a job of the sweep failed: {reason} The others are not affected; each one's output is in .submitit/ in the "
-        "sweep's folder."
+        f"a job of the sweep failed: {str(error).strip().splitlines()[-1].removeprefix('error: ')} The others are not "
+        "affected; each one's output is in .submitit/ in the sweep's folder."
     )

@@ -255,8 +255,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """
     name = device_name.removeprefix("NVIDIA ").removeprefix("Tesla ")
     half, tf32, fp32 = _PEAKS.get(name, (None, None, None))
-    bf16 = half if tf32 else None
-    teraflops = {"bf16": bf16, "fp16": half, "tf32": tf32, "fp32": fp32}[precision]
+    teraflops = {"bf16": half if tf32 else None, "fp16": half, "tf32": tf32, "fp32": fp32}[precision]
     return None if teraflops is None else teraflops * 1e12
 
 

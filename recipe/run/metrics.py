@@ -59,7 +59,7 @@ class MetricsFile:
 
         Lines that cannot be read go to metrics.damaged.jsonl. Raises TrackingError if the file belongs to another run.
         """
-        self.path = path
+        self.path, self.last_step = path, -1
         self.warning: str | None = None
         if resume_step is not None:
             damaged: dict[int, bytes] = {}
@@ -68,17 +68,17 @@ class MetricsFile:
             if damaged:
                 with path.with_name(DAMAGED).open("ab") as aside:
                     aside.writelines(line + b"\n" for line in damaged.values())
-                numbers = ", ".join(map(str, damaged))
-                self.warning = f"these lines of {path} cannot be read, and are in {DAMAGED} now: {numbers}."
+                self.warning = (
+                    f"these lines of {path} cannot be read, and are in {DAMAGED} now: {', '.join(map(str, damaged))}."
+                )
             write_atomically(path, "".join(to_json(record) + "\n" for record in records))
-            self.last_step = records[-1]["step"] if records else -1
+            if records:
+                self.last_step = records[-1]["step"]
         elif path.exists() and path.stat().st_size:
             raise TrackingError(
                 f"{path} holds the metrics of another run; continue that one with resume={path.parent}, "
                 "or choose another hydra.run.dir."
             )
-        else:
-            self.last_step = -1
         self.file = path.open("ab", buffering=0)
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -67,8 +67,7 @@ def mistakes(config: Config, ranks: int | None = None, weights: Weights | None =
     if not of_model:
         yield from refusal(check_score_tensors, config)
     if not of_ranks and not of_model:
-        heads = config.model.n_heads, config.model.kv_heads
-        yield from refusal(check_context, config.parallel, config.seq_len, *heads)
+        yield from refusal(check_context, config.parallel, config.seq_len, config.model.n_heads, config.model.kv_heads)
     yield from (of_device := list(refusal(resolve_device, config.device)))
     if not of_model and not of_device:
         yield from device_mistakes(config)

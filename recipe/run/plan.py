@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -93,18 +94,13 @@ class Plan:
     def lr_runs(self) -> list[PlannedRun]:
         """The runs that try learning rates; none for arms with one."""
         tried = [(arm, lr) for arm, rates in self.lr.items() if len(rates) > 1 for lr in rates]
-        seeds = range(FIRST_LR_SEED, FIRST_LR_SEED + self.lr_seeds)
-        runs = [(arm, lr, seed) for seed in seeds for arm, lr in tried]
-        return [PlannedRun(n, LR, arm, seed, lr, self.layers[0]) for n, (arm, lr, seed) in enumerate(runs)]
+        runs = enumerate(product(range(FIRST_LR_SEED, FIRST_LR_SEED + self.lr_seeds), tried))
+        return [PlannedRun(n, LR, arm, seed, lr, self.layers[0]) for n, (seed, (arm, lr)) in runs]
 
     def seed_runs(self) -> list[PlannedRun]:
         """The runs on which the verdicts rest, seed by seed, so that an unfinished sweep has whole pairs."""
-        first = len(self.lr_runs())
-        runs = [(arm, seed, size) for seed in self.seeds for size in self.layers for arm in self.arms]
-        return [
-            PlannedRun(first + n, SEEDS, arm, seed, self._rate(arm, size), size)
-            for n, (arm, seed, size) in enumerate(runs)
-        ]
+        runs = enumerate(product(self.seeds, self.layers, self.arms), len(self.lr_runs()))
+        return [PlannedRun(n, SEEDS, arm, seed, self._rate(arm, size), size) for n, (seed, size, arm) in runs]
 
     @property
     def layers(self) -> list[int | None]:

@@ -193,8 +193,8 @@ class Queue:
                 return
             write_manifest(self.folder, jobs)
             running, report = RunningJobs(), Report(jobs, ahead, len(self.devices))
-            cores = len(os.sched_getaffinity(0))  # that this process may use
-            self.threads = max(1, cores // min(len(self.devices), len(jobs)))
+            # The cores that this process may use, shared.
+            self.threads = max(1, len(os.sched_getaffinity(0)) // min(len(self.devices), len(jobs)))
             with forward_signals(running):
                 self.work([job for job in jobs if not job.done], running, report)
         report.close(self.folder, running.signal)

@@ -114,12 +114,20 @@ class Record(NullRecord):
         self.tracker.log(n, metrics | {"train/tokens": self.tokens, "throughput/elapsed_s": self.elapsed})
 
     def save(self, n: int, val_loss: float | None) -> None:
-        metadata = {"val_loss": val_loss, "config": self.origin.config, "data": self.origin.data}
-        metadata["attention_file"] = self.attention_file
-        metadata["tokens_per_step"] = self.trainer.tokens_per_step
-        metadata["cpu_threads"] = torch.get_num_threads() if self.trainer.device.type == "cpu" else None
-        keep_last = self.trainer.training.keep_last
-        save_checkpoint(self.folder / "checkpoints", self.trainer.state(), n, keep_last=keep_last, metadata=metadata)
+        save_checkpoint(
+            self.folder / "checkpoints",
+            self.trainer.state(),
+            n,
+            keep_last=self.trainer.training.keep_last,
+            metadata={
+                "val_loss": val_loss,
+                "config": self.origin.config,
+                "data": self.origin.data,
+                "attention_file": self.attention_file,
+                "tokens_per_step": self.trainer.tokens_per_step,
+                "cpu_threads": torch.get_num_threads() if self.trainer.device.type == "cpu" else None,
+            },
+        )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         ended = self.step >= self.trainer.training.steps or self.reached is not None
@@ -196,12 +204,12 @@ class Record(NullRecord):
             return {"peak": self.meter.peaks(), "memory_source": "cuda"}
         formulas = [score for score in shape.scores if score.formula is not None]
         possible = bool(shape.scores) and not any(len(score.tensors()) > len(score.head_tensors) for score in formulas)
-        peak: dict[str, float] | None = None
+        peak = dict[str, float]()
         if possible and status in ("completed", "interrupted"):
             alone = attention_peak(model.attend, shape, self.trainer.training.batch_size, model.seq_len)
-            peak = {"memory/peak_allocated_gib": alone / GIB}
-        source = None if peak is None else "attention"
-        return {"peak": peak or {}, "memory_source": source, "process_peak_gib": process_peak() / GIB}
+            peak["memory/peak_allocated_gib"] = alone / GIB
+        source = "attention" if peak else None
+        return {"peak": peak, "memory_source": source, "process_peak_gib": process_peak() / GIB}
 
 
 @contextmanager
@@ -214,11 +222,17 @@ def recorded_out_of_memory(
         yield
     except OutOfMemory as error:
         if world.rank == 0:
-            ended = {"status": "out_of_memory", "message": str(error), "step": 0, "steps": config["training"]["steps"]}
-            run = {"attention": config["attention"]["name"], "config": config, "overrides": overrides}
-            summary = ended | run | environment(device, world.size)
             write_recorded(folder, config, overrides)
-            write_summary(folder / "summary.json", summary)
+            summary = {
+                "status": "out_of_memory",
+                "message": str(error),
+                "step": 0,
+                "steps": config["training"]["steps"],
+                "attention": config["attention"]["name"],
+                "config": config,
+                "overrides": overrides,
+            }
+            write_summary(folder / "summary.json", summary | environment(device, world.size))
         raise
 
 

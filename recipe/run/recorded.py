@@ -36,9 +36,9 @@ def read_config(run: Path) -> Config:
     except UntrustedError as error:
         raise ConfigError(f"{path} {error}, so it is not a configuration of train.py; restore it.") from error
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"{path} is not a configuration of this version ({reason}); use the version that trained the run."
+            f"{path} is not a configuration of this version ({str(error).splitlines()[0]}); use the version that "
+            "trained the run."
         ) from error
     flaws = [f"seq_len={config.seq_len} must be at least 1."] if config.seq_len < 1 else []
     of_score = map(sentence_of, score_mistakes(config.score, config.model.n_layers))

@@ -50,8 +50,8 @@ def values(value: object) -> str:
 
 def section(config: Any, prefix: str) -> str:
     """The table of one dataclass."""
-    lines = rows(config, prefix)
-    return markdown_table(["override", "default", "meaning"], [[cell.replace("|", "\\|") for cell in x] for x in lines])
+    lines = ([cell.replace("|", "\\|") for cell in row] for row in rows(config, prefix))
+    return markdown_table(["override", "default", "meaning"], lines)
 
 
 def rows(config: Any, prefix: str) -> Iterator[list[str]]:

@@ -16,7 +16,7 @@ from model.options import Positions
 from recipe.distributed.ranks import from_first_rank, rank
 from recipe.distributed.world import World
 from recipe.files import plain
-from recipe.run.compose import by_key, composed, lines, mistakes, opened, parsed, quoted, to_config
+from recipe.run.compose import by_key, composed, lines, mistakes, opened, parsed, quoted, refuse, to_config
 from recipe.run.config import Config, ConfigError, keys
 from recipe.run.jobs import Job
 from recipe.run.recorded import read_config
@@ -158,8 +158,7 @@ def newest_run() -> Path:
 def newest_intact(checkpoints: Path) -> Path:
     """The newest intact checkpoint. Only the first rank reads the files; the others check sizes, because all of them
     load the first rank's choice, or fail. Raises CheckpointError."""
-    path, _ = newest_valid(checkpoints, read=World.from_environment().rank == 0)
-    return path
+    return newest_valid(checkpoints, read=World.from_environment().rank == 0)[0]
 
 
 def find_checkpoint(folder: Path) -> Manifest | None:
@@ -230,8 +229,7 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
                 f"{checkpoint} was trained with {name}={as_typed(then)} instead of {name}={as_typed(new)}; leave that "
                 "out, put the run's own checkpoints back, or start a new run without resume."
             )
-    if sentences:
-        raise ConfigError("\n".join(sentences))
+    refuse(sentences)
 
 
 def nested(values: Any, name: str, default: Any = None) -> Any:

@@ -1,7 +1,5 @@
 """A run's environment, summary.json and loss curve."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from hashlib import sha256
@@ -26,20 +24,24 @@ def environment(device: torch.device, device_count: int = 1) -> dict[str, Any]:
 
     None for what is missing (triton, CUDA, a git checkout).
     """
-    try:
-        triton = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        triton = None
     return {
         "device": {"type": device.type, "name": device_name(device), "count": device_count},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "triton": triton,
+            "triton": version("triton"),
             "cuda": torch.version.cuda,
         },
         "git": git_state(Path(__file__).parents[2]),
     }
+
+
+def version(package: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def git_state(folder: Path) -> dict[str, Any]:

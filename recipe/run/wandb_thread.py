@@ -113,8 +113,7 @@ class WandbThread:
         except Exception as error:  # no key, no network, no quota, no such project
             if start["mode"] != "online":
                 raise
-            reason = one_line(error)
-            self._warnings.put(f"W&B records offline, because its server could not be used ({reason}).")
+            self._warnings.put(f"W&B records offline, because its server could not be used ({one_line(error)}).")
             start |= {"mode": "offline", "resume": None}
             run = wandb.init(**start)
         self.location = run.url if start["mode"] == "online" else f"wandb sync {Path(run.dir).parent.resolve()}"

@@ -225,8 +225,7 @@ def adamw_of(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> tor
     ]
     lr = torch.tensor(config.lr, device=parameters[0].device)
     beta1, beta2 = config.betas
-    on_gpu = parameters[0].is_cuda
-    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), fused=True, capturable=on_gpu)
+    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), fused=True, capturable=parameters[0].is_cuda)
 
 
 # docs/add-an-optimizer.md lists the requirements of an optimizer.

@@ -102,5 +102,5 @@ def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Ite
     for name, (unit, what) in units.items():
         value = getattr(config, name)
         if value is not None and (value < 1 or value % unit):
-            nearest = max(1, round(value / unit)) * unit
-            yield f"training.{name}={value} is not a multiple of {what}; use training.{name}={nearest}."
+            use = f"use training.{name}={max(1, round(value / unit)) * unit}"
+            yield f"training.{name}={value} is not a multiple of {what}; {use}."

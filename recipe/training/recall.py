@@ -125,8 +125,7 @@ class TaskRecall(Recall):
         """The most probable token of the task after each input that is `asked`."""
         device = model.wte.weight.device
         hidden = model.hidden(torch.from_numpy(inputs).to(device))[torch.from_numpy(asked).to(device)]
-        logits = model.logits(hidden)[:, : self.task.vocab_size]
-        return logits.argmax(-1).cpu().numpy()
+        return model.logits(hidden)[:, : self.task.vocab_size].argmax(-1).cpu().numpy()
 
 
 class PositionLoss(Recall):
@@ -145,8 +144,7 @@ class PositionLoss(Recall):
         self.tokens, self.seq_len = tokens, seq_len
 
     def measure(self, model: GPT) -> dict[str, float]:
-        losses = self.losses(model, self.seq_len)
-        return {"probe/in_context_score": in_context_score(losses)}
+        return {"probe/in_context_score": in_context_score(self.losses(model, self.seq_len))}
 
     def details(self, model: GPT) -> tuple[dict[str, float], dict[str, Any]]:
         lengths = [T for T in lengths_for(model, self.seq_len, self.longest) if len(self.tokens) > T]

@@ -91,12 +91,8 @@ def metrics_of(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     counts = results["n-samples"]
     return {
         task: {
-            **{
-                re.sub(",none$", "", metric): value
-                for metric, value in metrics.items()
-                if isinstance(value, int | float)
-            },
-            **({"n": counts[task]["effective"]} if task in counts else {}),
+            re.sub(",none$", "", metric): value for metric, value in metrics.items() if isinstance(value, int | float)
         }
+        | ({"n": counts[task]["effective"]} if task in counts else {})
         for task, metrics in results["results"].items()
     }

@@ -119,8 +119,7 @@ class Scorer:
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Encode both as one text, and split it at the number of tokens of the context alone. Spaces at the end of the
         context belong to the continuation."""
-        stripped = context.rstrip()
-        whole, first = self._encode(context + continuation), self._encode(stripped)
+        whole, first = self._encode(context + continuation), self._encode(context.rstrip())
         if not first:
             first, whole = [self.model.begin], [self.model.begin, *whole]
         if not (wanted := whole[len(first) :]) or len(wanted) > self.model.max_length:

@@ -40,8 +40,10 @@ def multiple_choice(lines: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str
         right_norm.append(float(by_length.index(max(by_length)) == line["answer"]))
     metrics = {"acc": right, "acc_norm": right_norm}
     means = {name: statistics.fmean(values) for name, values in metrics.items()}
-    deviations = {name: statistics.stdev(values) if len(lines) > 1 else 0.0 for name, values in metrics.items()}
-    errors = {f"{name}_stderr": deviation / math.sqrt(len(lines)) for name, deviation in deviations.items()}
+    errors = {
+        f"{name}_stderr": statistics.stdev(values) / math.sqrt(len(lines)) if len(lines) > 1 else 0.0
+        for name, values in metrics.items()
+    }
     return means | errors | {"n": len(lines)}
 
 

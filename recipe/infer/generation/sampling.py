@@ -105,8 +105,7 @@ class Noise:
 
     def of(self, steps: Tensor) -> Tensor:
         """(slots, V) fp32: the numbers e of each slot for its next token, after `steps` (slots,) generated ones."""
-        uniform = (self.table[steps % len(self.table)] + self.shifts).frac()
-        return -torch.log1p(-uniform).float()
+        return -torch.log1p(-(self.table[steps % len(self.table)] + self.shifts).frac()).float()
 
     def draw(self, count: int) -> None:
         """Draw the first `count` rows; the table holds the last ones. Does not wait for the device."""

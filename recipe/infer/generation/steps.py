@@ -243,10 +243,8 @@ def decoding_attention(model: GPT, device: torch.device) -> Attention | None:
     the scores read tensors of each token: tokens are then computed without a cache.
     """
     attend = model.attend
-    if model.made_tensors():
-        return None
     ablated = attend.config.ablate is not Ablation.none
-    if ablated or ("cache" not in attend.supports and not attend.exact):
+    if model.made_tensors() or ablated or ("cache" not in attend.supports and not attend.exact):
         return None
     if "cache" in attend.supports:
         narrow = attend.config.precision is not ProductPrecision.inputs

@@ -145,8 +145,10 @@ def read_lines(path: Path, option: str) -> list[str]:
     try:
         text = read_text(path, LINE, pipe=True).removeprefix("\ufeff")  # a byte order mark is not part of the text
     except (OSError, UntrustedError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it {error}"
-        raise GenerationError(f"{option}={path} cannot be read ({reason}); name a file of text.") from error
+        raise GenerationError(
+            f"{option}={path} cannot be read ({error.strerror if isinstance(error, OSError) else f'it {error}'}); "
+            "name a file of text."
+        ) from error
     if not text.strip("\n"):
         raise GenerationError(f"{option}={path} is empty; give it at least one line.")
     return text.removesuffix("\n").split("\n")
@@ -228,6 +230,9 @@ def write(continuations: Iterable[Continuation], count: int, put: Callable[[Cont
         put(continuation)
         tokens += continuation.tokens
         if done == count or sys.stderr.isatty():
-            rate = tokens / (time.perf_counter() - begin)
-            end = "\n" if done == count else "\r"
-            print(f"{done} of {count} prompts, {rate:,.0f} tokens/s", end=end, file=sys.stderr, flush=True)
+            print(
+                f"{done} of {count} prompts, {tokens / (time.perf_counter() - begin):,.0f} tokens/s",
+                end="\n" if done == count else "\r",
+                file=sys.stderr,
+                flush=True,
+            )

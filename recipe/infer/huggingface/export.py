@@ -256,7 +256,7 @@ def to_tokenizers(encoding: Tokenizer) -> tokenizers.Tokenizer:
         return tokenizer
     tokens = [encoding.decode_single_token_bytes(token) for token in range(encoding.eot_token)]
     vocab = {as_characters(token): rank for rank, token in enumerate(tokens)}
-    if len(vocab) != len(tokens) or len([token for token in tokens if len(token) == 1]) != 256:
+    if len(vocab) != len(tokens) or sum(len(token) == 1 for token in tokens) != 256:
         raise WeightsError(f"The tokens of {encoding.name} are not byte-level BPE, the only kind that can be exported.")
     ranks = {token: rank for rank, token in enumerate(tokens)}
     merges = [merged_from(token, ranks) for token in tokens if len(token) > 1]
@@ -322,8 +322,8 @@ def silent() -> Iterator[None]:
 @torch.no_grad()
 def difference(theirs: Any, model: GPT) -> tuple[float, float]:
     """The largest difference between the logits of two models on random tokens, and the largest logit."""
-    windows = [score.window for score in model.scores if score.window is not None]
-    T = min(model.seq_len, max(TOKENS, *(window + 1 for window in windows)) if windows else TOKENS)
+    longer = (score.window + 1 for score in model.scores if score.window is not None)
+    T = min(model.seq_len, max([TOKENS, *longer]))
     tokens = torch.randint(model.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
     ours = model(tokens).float()
     return (theirs(tokens).logits - ours).abs().max().item(), ours.abs().max().item()

@@ -147,7 +147,7 @@ def load(model: GPT, source: str) -> None:
         wanted = {
             name: settings.family.stored(name)
             for name, _ in model.named_parameters()
-            if name.split(".")[0] != "further"
+            if not name.startswith("further.")
         }
         every = {stored for parts in wanted.values() for stored in parts}
         missing, unknown = sorted(every - tensors.keys()), sorted(names - every)

@@ -23,10 +23,20 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 # Options of a scaling and their keys; without a key for the original length, another key gives it.
 SCALING = {
     Scaling.linear: {"factor": "factor"},
-    Scaling.llama3: {"factor": "factor", "original": "original_max_position_embeddings"}
-    | {"fast": "high_freq_factor", "slow": "low_freq_factor"},
-    Scaling.yarn: {"factor": "factor", "original": "original_max_position_embeddings"}
-    | {"fast": "beta_fast", "slow": "beta_slow", "truncate": "truncate", "attention_factor": "attention_factor"},
+    Scaling.llama3: {
+        "factor": "factor",
+        "original": "original_max_position_embeddings",
+        "fast": "high_freq_factor",
+        "slow": "low_freq_factor",
+    },
+    Scaling.yarn: {
+        "factor": "factor",
+        "original": "original_max_position_embeddings",
+        "fast": "beta_fast",
+        "slow": "beta_slow",
+        "truncate": "truncate",
+        "attention_factor": "attention_factor",
+    },
 }
 CHECKPOINTS = ("ckpt.pt", "model_[0-9]*.pt")  # of nanoGPT, and of nanochat
 NANOGPT_SIZES = {"n_layers": "n_layer", "n_heads": "n_head", "n_embd": "n_embd", "vocab_size": "vocab_size"}
@@ -67,10 +77,10 @@ def read_settings(content: dict[str, Any], source: str) -> Settings:
             raise WeightsError(f"init_from={source} has {key}={value}; a model here computes {key}={accepted[0]}.")
     values: dict[str, Any] = {option: content.get(key, family.defaults.get(key)) for option, key in family.keys.items()}
     for option in ("n_layers", "n_heads", "n_embd", "vocab_size", *(["mlp_width"] if kind != "gpt2" else [])):
-        values[option] = number(content, family.keys[option], values[option], source)
-    values["norm_eps"] = number(content, family.keys["norm_eps"], values["norm_eps"], source, float)
+        values[option] = number(content, family.keys[option], source, values[option])
+    values["norm_eps"] = number(content, family.keys["norm_eps"], source, values["norm_eps"], float)
     key = longest_key(family)
-    longest = number(content, key, family.defaults.get(key), source)
+    longest = number(content, key, source, family.defaults.get(key))
     values["tied"] = bool(values.get("tied", GPTConfig.tied))
     values |= family.parts | biases(family, content, source)
     if values.get("positions") is Positions.rotary:
@@ -86,7 +96,7 @@ def longest_key(family: Family) -> str:
     return "n_positions" if family.kind == "gpt2" else "max_position_embeddings"
 
 
-def number(content: dict[str, Any], key: str, default: Any, source: str, kind: type[float] = int) -> Any:
+def number(content: dict[str, Any], key: str, source: str, default: Any = None, kind: type[float] = int) -> Any:
     """A number above 0 of config.json, whole or of another kind. Raises WeightsError."""
     value = content.get(key, default)
     if not isinstance(value, int | kind) or isinstance(value, bool) or value <= 0:
@@ -97,7 +107,7 @@ def number(content: dict[str, Any], key: str, default: Any, source: str, kind: t
 
 def biases(family: Family, content: dict[str, Any], source: str) -> dict[str, Any]:
     """The options of biases, where a family's models differ in them."""
-    flags = {key: bool(content.get(key, family.defaults.get(key, False))) for key in family.biases}
+    flags = {key: bool(content.get(key, family.defaults.get(key))) for key in family.biases}
     if "use_bias" in flags:
         return {"bias": flags["use_bias"]}
     attention, mlp = flags.get("attention_bias", False), flags.get("mlp_bias", False)
@@ -113,8 +123,10 @@ def rotary(content: dict[str, Any], longest: int, source: str) -> dict[str, Any]
     kinds = {scaling.value: scaling for scaling in SCALING} | {"default": Scaling.none}
     strange = [key for key in ("mscale", "mscale_all_dim") if rope.get(key)]
     if kind not in kinds or strange:
-        named = f"rope_type={kind}" + "".join(f" with {key}" for key in strange)
-        raise WeightsError(f"init_from={source} has {named}; a model here has {', '.join(kinds)}.")
+        raise WeightsError(
+            f"init_from={source} has rope_type={kind}{''.join(f' with {key}' for key in strange)}; a model here has "
+            f"{', '.join(kinds)}."
+        )
     keys = SCALING.get(kinds[kind], {})
     scaling = {option: rope[key] for option, key in keys.items() if rope.get(key) is not None}
     if "original" in keys:
@@ -127,16 +139,15 @@ def rotary(content: dict[str, Any], longest: int, source: str) -> dict[str, Any]
             f"init_from={source} has rope_type={kind} without {listed(absent)}; write it into config.json."
         )
     return {
-        "rope_base": number(content | rope, "rope_theta", 10_000.0, source, float),
-        "rope_fraction": number(content | rope, "partial_rotary_factor", 1.0, source, float),
+        "rope_base": number(content | rope, "rope_theta", source, 10_000.0, float),
+        "rope_fraction": number(content | rope, "partial_rotary_factor", source, 1.0, float),
         "rope_scaling": RopeScaling(kinds[kind], **scaling),
     }
 
 
 def score(family: Family, content: dict[str, Any], n_layers: int, source: str) -> ScoreConfig:
     """The scores of the layers: windows and a cap."""
-    window = content.get("sliding_window", family.defaults.get("sliding_window"))
-    cap = content.get("attn_logit_softcapping", family.defaults.get("attn_logit_softcapping"))
+    window, cap = (content.get(key, family.defaults.get(key)) for key in ("sliding_window", "attn_logit_softcapping"))
     sliding = [False] * n_layers
     if family.windows == "all":
         sliding = [window is not None] * n_layers
@@ -161,8 +172,11 @@ def write_settings(family: Family, network: GPT) -> dict[str, Any]:
     """config.json of a model in a family, as far as the family has keys for its options."""
     model, scores = network.config, network.scores
     values = essence(model, scores, network.vocab_size)
-    content: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.kind}
-    content[longest_key(family)] = network.seq_len
+    content: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.kind,
+        longest_key(family): network.seq_len,
+    }
     content |= {key: accepted[0] for key, accepted in family.fixed.items()}
     content |= {key: values[option] for option, key in family.keys.items()}
     content |= dict.fromkeys(family.biases, model.bias)
@@ -195,17 +209,23 @@ def essence(model: GPTConfig, scores: Sequence[Score], vocab_size: int) -> dict[
     """A model's options by name, equal for equal models: null is replaced by its meaning, and options of training are
     left out."""
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in ("name", "dropout", "mtp")}
-    values |= {"n_kv_heads": model.kv_heads, "head_dim": model.head_size, "vocab_size": vocab_size}
-    values |= {"mlp_width": model.mlp_width or 4 * model.n_embd, "scale_dim": model.scale_dim or model.head_size}
-    values |= {"norm_eps": model.norm_eps or EPS, "qk_eps": (model.norm_eps or QK_EPS) if model.qk_norm else None}
+    values |= {
+        "n_kv_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "vocab_size": vocab_size,
+        "mlp_width": model.mlp_width or 4 * model.n_embd,
+        "scale_dim": model.scale_dim or model.head_size,
+        "norm_eps": model.norm_eps or EPS,
+        "qk_eps": (model.norm_eps or QK_EPS) if model.qk_norm else None,
+        "score": [*scores],
+    }
     if model.positions is not Positions.rotary:
-        return {name: value for name, value in values.items() if not name.startswith("rope_")} | {"score": [*scores]}
+        return {name: value for name, value in values.items() if not name.startswith("rope_")}
     scaling = model.rope_scaling
     if scaling.kind in FAST:
         scaling = replace(scaling, fast=scaling.fast or FAST[scaling.kind], slow=scaling.slow or SLOW)
-    values |= {"rope_scaling": scaling, "rope_fraction": model.rotated}
-    values["rope_layers"] = None if all(model.rope_layers or [True]) else model.rope_layers
-    return values | {"score": [*scores]}
+    layers = None if all(model.rope_layers or [True]) else model.rope_layers
+    return values | {"rope_scaling": scaling, "rope_fraction": model.rotated, "rope_layers": layers}
 
 
 def checkpoint_in(folder: Path) -> Path | None:
@@ -234,9 +254,9 @@ def nanogpt_settings(path: Path, source: str) -> Settings:
     """The settings of nanoGPT's model: GPT-2's, but for the exact GELU, matrices as torch stores them, and optional
     biases. Raises WeightsError."""
     options = read_checkpoint(path, source)["model_args"]
-    values: dict[str, Any] = {name: number(options, key, None, source) for name, key in NANOGPT_SIZES.items()}
+    values: dict[str, Any] = {name: number(options, key, source) for name, key in NANOGPT_SIZES.items()}
     model = GPTConfig(name="nanogpt", mlp=Activation.gelu_exact, bias=bool(options.get("bias")), **values)
     for flaw in model_mistakes(model):
         raise WeightsError(f"init_from={source} describes no model: {flaw}")
     family = replace(FAMILIES["gpt2"], transposed=False, zeros=None, parts={})
-    return Settings(family, model, ScoreConfig(), number(options, "block_size", None, source))
+    return Settings(family, model, ScoreConfig(), number(options, "block_size", source))
