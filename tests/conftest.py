@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # commands have their own
     server = subprocess.Popen(command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, start_new_session=True)
 
-    def end() -> None:
+    def end():
         server.communicate()
         folder.cleanup()
 
@@ -85,14 +85,14 @@ def fork_commands(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Path]:
+def here(tmp_path):
     """The test's temporary folder, which is also the current one."""
     with contextlib.chdir(tmp_path):
         yield tmp_path
 
 
 @pytest.fixture(scope="module")
-def forked() -> Iterator[None]:
+def forked():
     """From here to the module's end, Python commands are forked from a process that has imported their libraries.
 
     For tests whose subject is not the start of a command. With a GPU they start as always.
@@ -103,11 +103,11 @@ def forked() -> Iterator[None]:
 
 
 @pytest.fixture
-def horizons(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+def horizons(monkeypatch):
     """Gives ALiBi's calls of every length horizons; called with False, it gives none to any."""
     from attention.flash import call
 
-    def switch(on: bool) -> None:
+    def switch(on):
         monkeypatch.setattr(call, "HORIZONS_FROM", 1 if on else math.inf)
 
     switch(True)
@@ -128,7 +128,7 @@ LONGER = {"test_fused_norm.py", "test_parts.py", "test_prepare.py"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
 
-    def turn(item: pytest.Item) -> tuple[bool, int, bool, bool]:
+    def turn(item):
         quick = item.path.parent.name in ("data", "model") and item.path.name not in LONGER
         place = LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
         alone = item.get_closest_marker("whole_gpu") is not None  # all others would wait for its end

@@ -1,5 +1,6 @@
 """Models for tests: small ones, and some with many parts at once, for code that has to support every part."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,47 +23,32 @@ from model.options import (
 )
 
 SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
-LLAMA = GPTConfig(
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    n_embd=32,
-    norm=Norm.rms,
+GROUPED = replace(SMALL, n_kv_heads=2, norm=Norm.rms, positions=Positions.rotary)
+NARROW = replace(GROUPED, n_embd=24, head_dim=8)
+LLAMA = replace(
+    GROUPED,
     mlp=Activation.swiglu,
     mlp_width=88,
-    positions=Positions.rotary,
     rope_base=500_000.0,
     rope_scaling=RopeScaling(Scaling.llama3, 8.0, original=8),
     tied=False,
 )
-GEMMA = GPTConfig(
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    n_embd=24,
-    head_dim=8,
-    norm=Norm.rms,
+GEMMA = replace(
+    NARROW,
     norm_place=NormPlace.both,
     norm_scale=NormScale.plus_one,
     mlp=Activation.geglu,
-    positions=Positions.rotary,
     scale_dim=5,
     embed_scale=True,
     logit_cap=3.0,
 )
 # Every part that these two leave out.
-EVERYTHING = GPTConfig(
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    n_embd=24,
-    head_dim=8,
+EVERYTHING = replace(
+    NARROW,
     attention_bias=AttentionBias.all,
-    norm=Norm.rms,
     norm_place=NormPlace.after,
     norm_scale=NormScale.none,
     mlp=Activation.relu2,
-    positions=Positions.rotary,
     rope_fraction=0.5,
     rope_layers=[True, False],
     rope_scaling=RopeScaling(Scaling.yarn, 4.0, original=16),
@@ -92,10 +78,22 @@ def built(
     torch.manual_seed(seed)
     attend = build_attention(AttentionConfig(name, dropout=dropout))
     model = GPT(config, vocab_size, seq_len, attend, **options)
-    with torch.no_grad():
-        for parameter in model.parameters() if spread else ():
-            parameter.add_(torch.randn_like(parameter), alpha=spread)
+    if spread:
+        randomize(model, spread)
     return model
+
+
+@torch.no_grad()
+def randomize(model: Any, spread: float) -> None:
+    """Make every parameter random: fresh ones have biases of zero and norms of one."""
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=spread)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    """Random tokens of a vocabulary of 100, so many in each."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(100, (n,), generator=generator).tolist() for n in lengths]
 
 
 def window(B: int = 2, T: int = 16, vocab_size: int = 100, seed: int = 0) -> tuple[Tensor, Tensor]:

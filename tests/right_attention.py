@@ -237,7 +237,7 @@ def subject(name: str) -> Subject:
         return find(name)
     base, _, way = name.partition(", ")
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
+    def attend(q, k, v, causal=True, scale=None):
         return WAYS[way](BASES[base], q, k, v, causal, scale)
 
     function = torch.compile(plain, backend="aot_eager", dynamic=False) if name == "compiled" else attend

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ def returns(function: Callable[[], Any], is_followed: Callable[[Any], bool]) -> 
     order in which they are first called with what is followed."""
     passed, left, place, count = set[CodeType](), set[str](), "", 0
 
-    def look(frame: FrameType, event: str, _: Any) -> None:
+    def look(frame, event, _):
         nonlocal place, count
         code = frame.f_code
         if event != "call" or code in passed or (folder := folder_of(code.co_filename)) is None:
@@ -76,7 +76,7 @@ def test_folders_come_back_twelve_times_at_most(tmp_path, monkeypatch):
     configuration, trained = kinds(Config()), train.train
     walks: list[int] = []
 
-    def followed(*arguments: Any) -> int:
+    def followed(*arguments):
         status: list[int] = []
         walks.append(returns(lambda: status.append(trained(*arguments)), lambda x: type(x) in configuration))
         return status[0]

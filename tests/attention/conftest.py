@@ -1,14 +1,12 @@
 """Fixtures: a Hopper GPU that this machine need not have, and attention that is right or wrong on purpose."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.attention import subjects
 
 
 @pytest.fixture
-def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hopper_gpu(monkeypatch):
     """As if a Hopper GPU were at hand."""
     triton = pytest.importorskip("triton")
     from attention import gpu
@@ -23,7 +21,7 @@ def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def registered() -> Iterator[None]:
+def registered():
     """The registry also has the implementations of tests/wrong_attention and tests/right_attention.py."""
     with subjects.registered():
         yield

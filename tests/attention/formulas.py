@@ -55,7 +55,7 @@ CAUSAL_ONLY = list(FORMULAS)[-3:]
 def words(dtype: torch.dtype) -> dict[str, Any]:
     """The functions of formulas; real numbers have this dtype."""
 
-    def of_real(name: str) -> Callable[[Tensor], Tensor]:
+    def of_real(name):
         return lambda x: getattr(torch, name)(x.to(dtype))
 
     return {
@@ -153,7 +153,7 @@ class Problem:
         starts = self.layout.document_starts
         layout = self.layout if starts is None else documents(starts.to(device))
 
-        def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **tensors: Tensor) -> Tensor:
+        def run(q, k, v, sinks=None, **tensors):
             key: DropoutKey | None = KEY if self.dropout else None
             options: dict[str, Any] = {"score": self.score, "layout": layout, "dropout_key": key, "sinks": sinks}
             return attend(q, k, v, **options, tensors=tensors).out

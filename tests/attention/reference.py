@@ -92,7 +92,7 @@ def build(name: str, **options: Any) -> Attention:
 def published_slopes(n_heads: int) -> list[float]:
     """The slopes as Press et al. publish them (github.com/ofirpress/attention_with_linear_biases)."""
 
-    def powers(n: int) -> list[float]:
+    def powers(n):
         start = 2 ** (-(2 ** -(math.log2(n) - 3)))
         return [start * start**i for i in range(n)]
 
@@ -151,7 +151,7 @@ def results_of(
     device = tensors[0].device
     options |= {"score": case.score, "layout": case.layout(device), "dropout_key": KEY}
 
-    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> AttentionOutput:
+    def run(q, k, v, sinks=None):
         return attend(q, k, v, sinks=sinks, **options)
 
     return gradients(run, *tensors, sinks=case.sink_logits(device))
@@ -234,7 +234,7 @@ def assert_cut_is_accurate(
     tensors = q[:, :, cut[0]], k[:, :, cut[1]], v[:, :, cut[1]], dout[:, :, cut[0]]
     layout = case.layout(device)._replace(q_start=rows[0], k_start=columns[0])
 
-    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> AttentionOutput:
+    def run(q, k, v, sinks=None):
         return attend(q, k, v, score=case.score, layout=layout, sinks=sinks)
 
     got = gradients(run, *tensors, sinks=case.sink_logits(device))
@@ -252,15 +252,15 @@ def assert_unseen_tiles_are_never_read(
     q, k, v, do = case.tensors(dtype, device)
     seen, layout = case.visible()[0].to(device), case.layout(device)
 
-    def run(*tensors: Tensor) -> dict[str, Tensor]:
+    def run(*tensors):
         return gradients(lambda *qkv: attend(*qkv, score=case.score, layout=layout), *tensors)
 
-    def with_nan(x: Tensor, tile: slice) -> Tensor:
+    def with_nan(x, tile):
         bad = x.clone()
         bad[:, :, tile] = torch.nan
         return bad
 
-    def assert_equal(name: str, got: dict[str, Tensor], tiles: Tensor, length: int) -> None:
+    def assert_equal(name, got, tiles, length):
         reached = tiles.repeat_interleave(length)
         spared.append(int((~reached).sum()))
         assert torch.equal(got[name][:, :, ~reached], clean[name][:, :, ~reached]), name

@@ -7,7 +7,7 @@ import random
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -57,16 +57,16 @@ pytestmark = pytest.mark.usefixtures("registered")
 
 
 @pytest.fixture(autouse=True)
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked_workers(monkeypatch):
     """A check's processes are forks of this one: they start sooner, and know what a test has replaced."""
     monkeypatch.setattr(workers, "get_context", lambda _: multiprocessing.get_context("fork"))
 
 
 @pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def only(monkeypatch):
     """Makes a check try these cases alone, and besides them the parts with these names."""
 
-    def choose(cases: list[Case] | dict[str, list[Case]], *names: str) -> None:
+    def choose(cases, *names):
         chosen = cases if isinstance(cases, dict) else {"lengths": cases}
         monkeypatch.setattr(accuracy, "groups", lambda seed: chosen)
         monkeypatch.setattr(parts, "PARTS", {name: parts.PARTS[name] for name in names})
@@ -75,7 +75,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def one_worker() -> Iterator[workers.Workers]:
+def one_worker():
     running = workers.Workers(1)
     yield running
     running.close()
@@ -130,7 +130,7 @@ STYLES = {
 
 
 @pytest.mark.parametrize("target", STYLES)
-def test_parameters_decide_how_a_function_is_called_and_what_it_declares(target: str):
+def test_parameters_decide_how_a_function_is_called_and_what_it_declares(target):
     pytest.importorskip(target.partition(".")[0])
     subject = find(target)
     assert STYLES[target] <= subject.features
@@ -162,7 +162,7 @@ def test_masks_are_functions_of_block_masks_and_tensors_elsewhere():
 
 
 @pytest.mark.parametrize("name", ["hf-eager", "hf-sdpa"])
-def test_more_queries_than_keys_see_all_of_them_in_transformers_too(name: str):
+def test_more_queries_than_keys_see_all_of_them_in_transformers_too(name):
     """Its mask without causality hides the queries of positions before 0, so that the first has position 0."""
     pytest.importorskip("transformers")
     assert worst(find(name), Case(T=20, S=7, causal=False)).passes
@@ -173,7 +173,7 @@ def of_all_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return plain(q, k, v, causal=False)
 
 
-def test_a_class_of_this_library_is_built_and_an_attribute_declares_features(monkeypatch: pytest.MonkeyPatch):
+def test_a_class_of_this_library_is_built_and_an_attribute_declares_features(monkeypatch):
     subject = find("tests.right_attention:KeysBackwards")
     assert {"dropout", "documents", "sinks", "lse"} <= subject.features
     assert worst(subject, Case(T=20, S=20, window=5)).passes
@@ -184,7 +184,7 @@ def test_a_class_of_this_library_is_built_and_an_attribute_declares_features(mon
     assert worst(subject, Case(T=20, S=30, causal=False)).passes
 
 
-def test_a_module_with_a_mistake_is_named_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_module_with_a_mistake_is_named_with_its_error(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name, code, word in (
         ("unfinished", "def f(q, k, v", "cannot be imported: SyntaxError: "),
@@ -224,10 +224,8 @@ def test_the_parameters_of_a_module_are_those_of_its_forward():
         (lambda out, lse: None, "it returns NoneType, neither a tensor nor a tuple"),
     ],
 )
-def test_results_of_another_form_end_the_check_in_a_sentence(
-    form: Callable[[Tensor, Tensor], Any], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys
-):
-    def attention(q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False) -> Any:
+def test_results_of_another_form_end_the_check_in_a_sentence(form, sentence, monkeypatch, capsys):
+    def attention(q, k, v, return_lse=False):
         return form(*plain(q, k, v, return_lse=True))
 
     monkeypatch.setattr(sys.modules[__name__], "attention_of_another_form", attention, raising=False)
@@ -274,7 +272,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_failure_is_shown_by_the_smallest_case_and_a_program_that_the_fault_alone_fails(name: str):
+def test_a_failure_is_shown_by_the_smallest_case_and_a_program_that_the_fault_alone_fails(name):
     subject = subject_of(FAULTS[name].attention)
     session = session_of(subject, "fp32", "bf16")
     case = SHOWN[name]
@@ -297,7 +295,7 @@ def test_a_failure_is_shown_by_the_smallest_case_and_a_program_that_the_fault_al
         ("scale_under_autocast", "autocast"),
     ],
 )
-def test_behaviour_is_shown_by_a_program_too(name: str, line: str):
+def test_behaviour_is_shown_by_a_program_too(name, line):
     session = session_of(subject_of(FAULTS[name].attention if name in FAULTS else CORNERS[name][0]))
     found = CHECKS[line](session)
     assert found.status == "FAIL"
@@ -331,7 +329,7 @@ def test_nan_reaches_the_rows_that_see_it_and_rows_that_do_not_may_skip_it():
         ("in_steps", set()),
     ],
 )
-def test_dropout_is_judged_by_the_mask_that_the_output_shows(name: str, lines: set[str]):
+def test_dropout_is_judged_by_the_mask_that_the_output_shows(name, lines):
     session = session_of(subject_of(FAULTS[name].attention if name in FAULTS else RIGHT[name]))
     assert {found.name for found in dropout(session) if found.status == "FAIL"} == lines
 
@@ -342,7 +340,7 @@ def test_every_layout_and_trend_is_tried():
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     """With less to do: few cases in one precision."""
     page = PAGE.read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
@@ -379,7 +377,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
         ("naive --json /proc/nowhere.json", "/proc/nowhere.json cannot be written"),
     ],
 )
-def test_a_check_that_cannot_start_says_why_and_exits_with_2(arguments: str, sentence: str, monkeypatch, capsys):
+def test_a_check_that_cannot_start_says_why_and_exits_with_2(arguments, sentence, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as where it is not installed
     assert main(arguments.split()) == 2
     assert re.match(f"error: .*{sentence}", capsys.readouterr().err)
@@ -476,7 +474,7 @@ def test_an_attention_is_asked_what_it_refuses_before_training(only):
 def takes_multiples(n: int) -> Callable[..., Tensor]:
     """Attention for lengths that are multiples of n."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    def attend(q, k, v, causal=True):
         if q.shape[2] % n or k.shape[2] % n:
             raise ValueError(f"only multiples of {n}")
         return plain(q, k, v, causal)
@@ -488,7 +486,7 @@ even, blocks_of_128 = takes_multiples(2), takes_multiples(128)
 
 
 @pytest.mark.parametrize(("name", "n"), [("even", 2), ("blocks_of_128", 128)])
-def test_an_attention_for_some_lengths_is_judged_at_those(name: str, n: int, only):
+def test_an_attention_for_some_lengths_is_judged_at_those(name, n, only):
     cases = {"lengths": [Case(T=128, S=128), Case(T=9, S=9)], "batch and heads": [Case(T=9, S=33), Case(T=31, S=31)]}
     behaviour = ("hidden keys", "NaN and infinity", "the same again", "without gradients")
     chosen = (*behaviour, "side effects", "gradcheck")
@@ -637,13 +635,13 @@ def test_bits_are_equal_only_where_infinity_and_the_sign_of_zero_are():
     assert [same(some, x) for x in others] == [True, False, False]
 
 
-def test_repetitions_for_which_no_time_is_left_are_not_claimed(monkeypatch: pytest.MonkeyPatch):
+def test_repetitions_for_which_no_time_is_left_are_not_claimed(monkeypatch):
     session = session_of(subject_of(AttentionConfig("naive")))
     monkeypatch.setattr(behaviour, "results", lambda *_: vars(session).update(deadline=0.0) or {})
     assert CHECKS["the same again"](session).status == "skip"
 
 
-def test_a_processor_whose_product_spreads_nan_is_named_and_nothing_accused(monkeypatch: pytest.MonkeyPatch):
+def test_a_processor_whose_product_spreads_nan_is_named_and_nothing_accused(monkeypatch):
     monkeypatch.setattr(behaviour, "spreads", lambda dtype, device: dtype is torch.bfloat16)
     found = not_finite(session_of(subject_of(AttentionConfig("naive")), "fp32", "bf16"))
     assert (found.status, found.calls) == ("ok", 9)
@@ -684,7 +682,7 @@ def accuses_the_right(line: str) -> bool:
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_a_fault_of_unusual_inputs_or_of_a_library_is_found_in_its_line_where_nothing_right_is_accused(name: str):
+def test_a_fault_of_unusual_inputs_or_of_a_library_is_found_in_its_line_where_nothing_right_is_accused(name):
     make, line = UNUSUAL[name]
     subject, right = make(), subject_of(RIGHT["in_steps"])
     if line in SECTIONS:
@@ -700,7 +698,7 @@ def test_a_fault_of_unusual_inputs_or_of_a_library_is_found_in_its_line_where_no
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow) if x == "compiled" else x for x in right_attention.NAMES]
 )
-def test_correct_attention_is_not_accused(name: str):
+def test_correct_attention_is_not_accused(name):
     """In some calls of all groups. `python -m tests.attention.faults --right` makes all of them."""
     session = session_of(right_attention.subject(name), "fp32")
     judged, cases = 0, random.Random(name).sample([x for x in SMALL if session.subject.supports(x)], 3)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("registered")
 
 @pytest.mark.parametrize("keep", [False, True], ids=["exact", "dropout"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_formula_and_its_gradients_are_those_of_torchs_softmax_and_autograd(case: Case, keep: bool):
+def test_the_formula_and_its_gradients_are_those_of_torchs_softmax_and_autograd(case, keep):
     """In fp64."""
     inputs = draw(replace(case, dtype="fp64"))
     mask = torch.rand(case.B, case.H, case.T, case.S) < 0.7 if keep else torch.ones(())
@@ -42,7 +42,7 @@ def test_the_formula_and_its_gradients_are_those_of_torchs_softmax_and_autograd(
 
 
 @pytest.mark.parametrize("text", [x for x in formulas.FORMULAS if not x.startswith("where(")])
-def test_scores_by_formula_and_their_gradients_are_pythons_and_autograds(text: str):
+def test_scores_by_formula_and_their_gradients_are_pythons_and_autograds(text):
     """Python evaluates the text in fp64, and autograd goes back through it; here also with its keys reversed."""
     rng = random.Random(text)
     for kind in ("documents", rng.choice(formulas.KINDS)):
@@ -65,7 +65,7 @@ def test_scores_by_formula_and_their_gradients_are_pythons_and_autograds(text: s
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_formulas_errors_are_about_those_that_are_expected(case: Case, dtype: str):
+def test_the_formulas_errors_are_about_those_that_are_expected(case, dtype):
     case = replace(case, dtype=dtype)
     inputs = draw(case)
     tensors, asked = (inputs.q, inputs.k, inputs.v, inputs.do), problem(case, inputs)
@@ -80,7 +80,7 @@ def test_the_formulas_errors_are_about_those_that_are_expected(case: Case, dtype
 
 
 @pytest.mark.parametrize("name", ["out", "dk", "lse", "dsinks"])
-def test_a_single_wrong_row_counts_however_small_its_numbers_are(name: str):
+def test_a_single_wrong_row_counts_however_small_its_numbers_are(name):
     case = replace(CASES["changed"], size=1e-3, dtype="bf16")
     inputs = draw(case)
     got = results(subject_of(AttentionConfig("tiled")), case, inputs)

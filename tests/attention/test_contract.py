@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -149,7 +148,7 @@ def test_a_scale_of_zero_gives_all_visible_keys_the_same_weight(name):
 def test_the_inputs_decide_the_precision_under_autocast(name):
     tensors = tensors_of(name, Case(1, 2, 2, 40, 40, 16))
 
-    def under_autocast(*qkv: Tensor) -> Any:
+    def under_autocast(*qkv):
         with torch.autocast(device_of(name), torch.bfloat16):
             return build(name)(*qkv)
 
@@ -198,8 +197,8 @@ def test_everything_compiles_to_one_graph_that_neither_documents_nor_a_key_recom
     device, attend = device_of(name), build(name, dropout=0.1)
     tensors, sinks = tensors_of(name, case), case.sink_logits(device)
 
-    def results(starts: Tensor, step: Tensor, attend: Any) -> dict[str, Tensor]:
-        def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Any:
+    def results(starts, step, attend):
+        def call(q, k, v, sinks):
             key = replace(KEY, step=step)
             return attend(q, k, v, score=case.score, layout=documents(starts), sinks=sinks, dropout_key=key)
 

@@ -106,7 +106,7 @@ def test_every_position_is_kept_equally_often():
 
 
 def test_neighbours_sequences_heads_and_keys_are_uncorrelated():
-    def assert_uncorrelated(near: Tensor, far: Tensor) -> None:
+    def assert_uncorrelated(near, far):
         assert sigmas((near == far).sum(), near.numel(), 0.5).abs() < 5
 
     keep = keep_mask(KEY, 0.5, 8, 8, 128, 128)

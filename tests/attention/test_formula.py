@@ -4,7 +4,6 @@ import mmap
 import random
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from attention.formula.describe import idle
 from attention.formula.parse import parse, show
 from attention.formula.trace import trace
 from tests.attention.formulas import FORMULAS, KINDS, assert_right, draw
-from tests.attention.operators import compiled
+from tests.attention.operators import Calls, check_calls, compiled
 from tests.attention.reference import build
 
 OURS = pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
@@ -149,7 +148,7 @@ LEARNED: dict[str, dict[str, tuple[str, ...]]] = {
 def test_gradients_of_learned_tensors_from_16_bits_have_the_accuracy_of_fp32(text, dropout, name):
     """Their sums over a row nearly cancel; roundings of out and of the weights in it would leave an error of 1 %."""
 
-    def tensors(B: int, H: int, L: int) -> dict[str, torch.Tensor]:
+    def tensors(B, H, L):
         sizes = {"H": H, "L": L, "K": 10}
         return {name: 0.2 * torch.randn([sizes[axis] for axis in axes]) for name, axes in LEARNED[text].items()}
 
@@ -281,11 +280,10 @@ def test_a_cache_gives_what_whole_sequences_give(name, text):
 def test_a_compiled_call_has_no_break_and_gives_the_same_by_operators_that_keep_torchs_rules(name):
     text = "s + bias[h, min(i - j, 7)] * s" if name == "naive" else "s + g[h, j] * tanh(s) + row[h, i]"
     problem = replace(draw(random.Random(3), text, "square", longest=33), dropout=0.0)
-    calls: dict[Any, tuple[Any, Any]] = {}
+    calls = Calls()
     attend = build(name)
     want, got = (problem.computed(run, torch.float32) for run in (attend, compiled(attend, calls)))
     assert_close(got, want, rtol=1e-5, atol=1e-5)
     expected = {"sum_of_entries"} if name == "naive" else {f"{name}_forward", f"{name}_backward"}
     assert {str(operator.overloadpacket) for operator in calls} == {f"attention.{x}" for x in expected}
-    for operator, (args, kwargs) in calls.items():
-        torch.library.opcheck(operator, args, kwargs)
+    check_calls(calls)

@@ -4,7 +4,6 @@ Where there is no GPU, tests/flash_attn_stand_in.py takes the place of the libra
 """
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ CASES = {
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch):
     flash_attn_stand_in.install(monkeypatch)
 
 
@@ -44,13 +43,13 @@ def judge_all(subject: Subject, count: int) -> None:
         assert_judged_right(subject, case)
 
 
-def test_torchs_varlen_attn_computes_what_was_asked_for(installed: None):
+def test_torchs_varlen_attn_computes_what_was_asked_for(installed):
     subject = subject_of(AttentionConfig("varlen"))
     assert "lse" in subject.features
     judge_all(subject, 7)
 
 
-def test_flash_attn_4_trains_from_a_file_of_one_line(installed: None, tmp_path: Path):
+def test_flash_attn_4_trains_from_a_file_of_one_line(installed, tmp_path):
     (tmp_path / "fa4.py").write_text("from flash_attn.cute import flash_attn_func as fa4\n")
     attend = build(f"{tmp_path}/fa4.py:fa4")
     assert attend.supports == {"full", "window", "soft_cap", "sinks"}
@@ -61,11 +60,11 @@ CALLED = {"fa4": 7, "flash_attn.cute:flash_attn_varlen_func": 9}
 
 
 @pytest.mark.parametrize("name", CALLED)
-def test_the_checker_calls_the_library_as_its_parameters_ask(name: str, installed: None):
+def test_the_checker_calls_the_library_as_its_parameters_ask(name, installed):
     judge_all(find(name), CALLED[name])
 
 
-def test_new_documents_are_cut_anew_also_in_the_same_tensor(installed: None):
+def test_new_documents_are_cut_anew_also_in_the_same_tensor(installed):
     attend = build("varlen")
     assert isinstance(attend, VarlenAttention)
     starts = torch.tensor([[0, 0, 2, 2, 2], [0, 1, 1, 1, 1]], dtype=torch.int32)
@@ -86,7 +85,7 @@ def shape(device: torch.device = CUDA, dtype: torch.dtype = torch.bfloat16, head
     return AttentionShape(head_dim, 4, 2, dtype, device, **more)
 
 
-def test_calls_that_the_kernels_lack_are_refused_by_name_when_the_model_is_built(monkeypatch: pytest.MonkeyPatch):
+def test_calls_that_the_kernels_lack_are_refused_by_name_when_the_model_is_built(monkeypatch):
     with monkeypatch.context() as context:
         flash_attn_stand_in.install(context)
         attend = build("varlen")
@@ -107,8 +106,8 @@ def test_calls_that_the_kernels_lack_are_refused_by_name_when_the_model_is_built
         attend(q, q, q)
 
 
-def test_an_error_of_the_library_becomes_a_refusal_with_its_reason(installed: None, monkeypatch: pytest.MonkeyPatch):
-    def no_kernel(*_: Any, **__: Any):
+def test_an_error_of_the_library_becomes_a_refusal_with_its_reason(installed, monkeypatch):
+    def no_kernel(*_, **__):
         warnings.warn("an argument is deprecated", stacklevel=1)  # is not the reason
         raise RuntimeError("no kernel image is available")
 
@@ -120,7 +119,7 @@ def test_an_error_of_the_library_becomes_a_refusal_with_its_reason(installed: No
         attend.check(shape(CPU))
 
 
-def test_documents_need_as_many_queries_as_keys(installed: None):
+def test_documents_need_as_many_queries_as_keys(installed):
     q, layout = torch.zeros(1, 2, 8, 16), documents(torch.zeros(1, 8, dtype=torch.int32))
     with pytest.raises(UnsupportedAttention, match="as many queries as keys, not for 4 and 8"):
         build("varlen")(q[:, :, 4:], q, q, layout=layout)

@@ -4,7 +4,6 @@ torch has no such operators for a CPU, so that those tested here are ours. tests
 on a GPU.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ with_varlen = pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason=
 
 
 @pytest.fixture
-def active() -> Iterator[None]:
+def active():
     """The kernels under torch's operators for a CPU."""
     if not triton.knobs.runtime.interpret:
         pytest.skip("kernels run on the GPU here: tests/gpu/test_torch_sdpa.py")
@@ -38,7 +37,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | No
 
 
 def test_the_switch_makes_the_kernels_active_and_gives_torchs_back():
-    def is_there() -> list[bool]:
+    def is_there():
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         return [has(f"aten::{name}", "CUDA") for name in torch_sdpa.KERNELS]
 
@@ -63,8 +62,7 @@ def test_the_switch_makes_the_kernels_active_and_gives_torchs_back():
 )
 def test_sdpa_computes_the_formula_and_its_gradients(case, active):
     features = frozenset({"causal", "full", "scale", "grouped", "empty", "lse"})
-    subject = Subject("sdpa", "", "sdpa", sdpa, "plain", features)
-    assert_judged_right(subject, case)
+    assert_judged_right(Subject("sdpa", "", "sdpa", sdpa, "plain", features), case)
 
 
 @with_varlen

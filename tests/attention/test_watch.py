@@ -89,7 +89,7 @@ def right(lines: list[Line]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_right_calls_are_not_accused_and_each_step_has_another_layer(dtype: torch.dtype):
+def test_right_calls_are_not_accused_and_each_step_has_another_layer(dtype):
     lines = watched(build().to(dtype), 4)
     right(lines)
     assert [line["watch/layer"] for line in lines] == ["layers.0", "layers.1", "layers.2", "layers.0"]
@@ -97,7 +97,7 @@ def test_right_calls_are_not_accused_and_each_step_has_another_layer(dtype: torc
     assert lines[0]["watch/shape"] == f"q (2, 4, 24, 8), k (2, 4, 24, 8), v (2, 4, 24, 8) {name}"
 
 
-def test_every_nth_step_has_one_line_which_print_shows(capsys: pytest.CaptureFixture[str]):
+def test_every_nth_step_has_one_line_which_print_shows(capsys):
     with watch(every=2):
         train(build(), 5)
     lines = capsys.readouterr().out.splitlines()
@@ -128,12 +128,12 @@ EMPTY = LATER | (torch.arange(T) < 3)  # the first queries see no key
         {"scale": 0.7},
     ],
 )
-def test_masks_and_scales_are_judged_as_torch_defines_them(options: dict[str, Any]):
+def test_masks_and_scales_are_judged_as_torch_defines_them(options):
     right(watched(build(**options)))
 
 
 def test_under_autocast_the_computed_precision_is_judged():
-    def loss(out: Tensor) -> Tensor:
+    def loss(out):
         return out.float().square().mean()
 
     with torch.autocast("cpu", torch.bfloat16):
@@ -143,7 +143,7 @@ def test_under_autocast_the_computed_precision_is_judged():
 def wrong(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """SDPA through `change(q, k, v, options)`."""
 
-    def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def sdpa(q, k, v, **options):
         return change(q, k, v, options)
 
     return sdpa
@@ -180,7 +180,7 @@ def row_off(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_wrong_calls_are_flagged_at_once(fault: str, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_calls_are_flagged_at_once(fault, monkeypatch):
     change, what = FAULTS[fault]
     monkeypatch.setattr(F, "scaled_dot_product_attention", wrong(change))
     line = watched(build(), 1)[0]
@@ -202,11 +202,11 @@ SEEN = [
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_planted_faults_that_occur_in_a_call_are_flagged_at_once(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_planted_faults_that_occur_in_a_call_are_flagged_at_once(name, monkeypatch):
     with registered():
         attend = build_attention(PLANTED[name].attention)
 
-    def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **_: Any) -> Tensor:
+    def sdpa(q, k, v, *, is_causal, **_):
         return attend(q, k, v, score=Score(causal=is_causal)).out
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
@@ -225,19 +225,19 @@ def test_values_that_are_not_finite_are_named_and_not_laid_at_attentions_door():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_mask_of_dropout_is_read_by_replay(dtype: torch.dtype):
+def test_the_mask_of_dropout_is_read_by_replay(dtype):
     right(watched(build(dropout_p=0.3).to(dtype)))
 
 
-def test_dropout_that_keeps_the_wrong_scale_is_flagged(monkeypatch: pytest.MonkeyPatch):
+def test_dropout_that_keeps_the_wrong_scale_is_flagged(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", wrong(lambda q, k, v, o: 0.9 * SDPA(q, k, v, **o)))
     assert "watch/wrong" in watched(build(dropout_p=0.1), 1)[0]
 
 
-def test_dropout_that_does_not_come_back_is_not_judged(monkeypatch: pytest.MonkeyPatch):
+def test_dropout_that_does_not_come_back_is_not_judged(monkeypatch):
     draws = torch.Generator().manual_seed(5)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    def attend(q, k, v, options):
         dropped = torch.rand(T, T, generator=draws) < options["dropout_p"]
         return (q @ k.mT).softmax(-1).masked_fill(dropped, 0.0) @ v
 
@@ -249,24 +249,24 @@ def test_dropout_that_does_not_come_back_is_not_judged(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"attn_mask": ~LATER}])
-def test_a_run_computes_the_same_bits_with_and_without(options: dict[str, Any]):
+def test_a_run_computes_the_same_bits_with_and_without(options):
     bits_stay(lambda: build(**options))
 
 
 def test_one_tensor_for_q_k_and_v_gets_the_same_gradient_and_each_is_judged_alone():
     class Shared(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.x = nn.Parameter(torch.randn(2, 3, T, 8, generator=torch.Generator().manual_seed(0)))
 
-        def forward(self, _: Tensor) -> Tensor:
+        def forward(self, _):
             x = self.x * 1.5
             return x + F.scaled_dot_product_attention(x, x, x)
 
     right(bits_stay(Shared))
 
 
-def test_of_a_large_call_one_head_of_one_sequence_is_judged_another_each_time(monkeypatch: pytest.MonkeyPatch):
+def test_of_a_large_call_one_head_of_one_sequence_is_judged_another_each_time(monkeypatch):
     monkeypatch.setattr(sys.modules[Line.__module__], "PAIRS", 1)
     right(watched(build()))
     monkeypatch.setattr(F, "scaled_dot_product_attention", wrong(FAULTS["one row of dq"][0]))
@@ -278,8 +278,7 @@ def test_of_a_large_call_one_head_of_one_sequence_is_judged_another_each_time(mo
 def test_of_two_optimizers_the_steps_of_one_count():
     lines: list[Any] = []
     model = build()
-    halves = list(model.layers[0].parameters()), list(model.layers[1].parameters())
-    optimizers = [torch.optim.SGD(half, lr=0.1) for half in halves]
+    optimizers = [torch.optim.SGD(model.layers[i].parameters(), lr=0.1) for i in range(2)]
     with watch(every=2, log=lines.append):
         for _ in range(3):
             model(torch.randn(2, T, WIDTH)).sum().backward()
@@ -290,7 +289,7 @@ def test_of_two_optimizers_the_steps_of_one_count():
 
 def test_evaluation_and_recomputed_activations_are_passed_over():
     class Saving(Model):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             with torch.no_grad():
                 self.layers(x)
             for layer in self.layers:
@@ -307,7 +306,7 @@ def compiled(backend: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_model_is_refused_in_a_sentence_and_keeps_its_bits(backend: str):
+def test_a_compiled_model_is_refused_in_a_sentence_and_keeps_its_bits(backend):
     lines = bits_stay(lambda: compiled(backend))
     assert [set(line) for line in lines] == [{"watch/step", "watch/not_judged"}] * 3
     assert "train without torch.compile" in str(lines[0])
@@ -344,7 +343,7 @@ KINDS = [("Llama", "eager"), ("Llama", "sdpa"), ("Gemma2", "eager"), ("GptOss", 
 
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize(("kind", "name"), KINDS)
-def test_transformers_attention_functions_are_right(kind: str, name: str, left: bool):
+def test_transformers_attention_functions_are_right(kind, name, left):
     lines = watched(Padded(of_transformers(kind, name), left), 2)
     right(lines)
     assert [line["watch/layer"] for line in lines] == [f"model.model.layers.{i}.self_attn" for i in (0, 1)]
@@ -352,15 +351,15 @@ def test_transformers_attention_functions_are_right(kind: str, name: str, left: 
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
-def test_transformers_dropout_is_replayed_and_the_run_keeps_its_bits(name: str):
+def test_transformers_dropout_is_replayed_and_the_run_keeps_its_bits(name):
     right(bits_stay(lambda: Padded(of_transformers("Llama", name, attention_dropout=0.2))))
 
 
-def test_wrong_functions_of_transformers_are_flagged(monkeypatch: pytest.MonkeyPatch):
+def test_wrong_functions_of_transformers_are_flagged(monkeypatch):
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     eager = llama.eager_attention_forward
 
-    def off(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+    def off(module, q, k, v, mask, **options):
         return eager(module, q, k, v, mask, **(options | {"scaling": 1.01 * options["scaling"]}))
 
     monkeypatch.setattr(llama, "eager_attention_forward", off)
@@ -369,12 +368,12 @@ def test_wrong_functions_of_transformers_are_flagged(monkeypatch: pytest.MonkeyP
     assert "watch/wrong" in watched(Padded(of_transformers("Llama", "sdpa")), 1)[0]
 
 
-def test_flex_attention_of_transformers_is_judged_by_its_mask_function(monkeypatch: pytest.MonkeyPatch):
+def test_flex_attention_of_transformers_is_judged_by_its_mask_function(monkeypatch):
     """FlexAttention has no backward pass on a CPU: a formula stands in for it."""
     modeling = pytest.importorskip("transformers.modeling_utils")
     later = [0]
 
-    def formula(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+    def formula(module, q, k, v, mask, scaling, **_):
         b, i, j = (torch.arange(n) for n in (2, T, T))
         seen = mask.mask_mod(b[:, None, None], 0, i[:, None] + later[0], j)[:, None]
         k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
@@ -407,7 +406,7 @@ def test_an_implementation_of_ours_computes_torchs_function_where_it_replaces_it
 @pytest.mark.parametrize(
     "options", [{"attn_mask": torch.ones(T, T, dtype=torch.bool)}, {"dropout_p": 0.1}], ids=["mask", "dropout"]
 )
-def test_what_a_replacement_would_have_to_ignore_is_refused(options: dict[str, Any]):
+def test_what_a_replacement_would_have_to_ignore_is_refused(options):
     with watch().replace("naive"), pytest.raises(UnsupportedAttention, match=f"takes no {next(iter(options))}"):
         train(build(is_causal=False, **options), 1)
 

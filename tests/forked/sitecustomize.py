@@ -24,7 +24,7 @@ def run(arguments: list[str]) -> None:
     replies = server.makefile()
     command = int(replies.readline())
 
-    def pass_on(number: int, frame: object) -> None:
+    def pass_on(number, frame):
         with contextlib.suppress(ProcessLookupError):
             os.kill(command, number)
 

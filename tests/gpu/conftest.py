@@ -3,7 +3,6 @@
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def share_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+def share_of_the_gpu(request):
     """Processes that run tests share the GPU and its memory. A test marked `whole_gpu` waits until all others have
     ended, and they begin when it has: it needs more than 6 GB, or measures a time. Without a GPU all are skipped."""
     if not torch.cuda.is_available():

@@ -36,13 +36,13 @@ def flash():
     return build("flash")
 
 
-def tensors(H: int, H_kv: int, T: int, D: int, dtype: torch.dtype) -> tuple[Tensor, Cache]:
+def tensors(H, H_kv, T, D, dtype) -> tuple[Tensor, Cache]:
     """Queries, and a cache of LENGTHS whose other slots hold NaN."""
     k, v, lengths, _ = contiguous(LENGTHS, 1536, H_kv, D, dtype)
     return queries(len(LENGTHS), H, T, D, dtype).cuda(), Cache(k.cuda(), v.cuda(), lengths.cuda())
 
 
-def cloned(cache: Cache) -> Cache:
+def cloned(cache) -> Cache:
     pages = None if cache.pages is None else cache.pages.clone()
     return Cache(cache.k.clone(), cache.v.clone(), cache.lengths.clone(), pages)
 
@@ -59,7 +59,7 @@ def test_error_of_every_score(name, H, H_kv):
     assert_accurate(H, H_kv, 64, torch.bfloat16, SCORES[name])
 
 
-def assert_accurate(H: int, H_kv: int, D: int, dtype: torch.dtype, score: Score) -> None:
+def assert_accurate(H, H_kv, D, dtype, score) -> None:
     for T in (1, 3):
         q, cache = tensors(H, H_kv, T, D, dtype)
         assert_exact(q, cache, score, flash().decode(q, cache, **extras(score, q)).out)
@@ -100,7 +100,7 @@ def test_a_replayed_graph_follows_lengths_and_pages_and_waits_for_nothing(name, 
         full = cache._replace(lengths=torch.full_like(cache.lengths, cache.k.shape[2]))
         cache = paged(full, size)._replace(lengths=cache.lengths)
 
-    def run(cache: Cache) -> Tensor:
+    def run(cache):
         cache.write(new_k, new_v)
         return attend.decode(q, cache, score=Score(window=300)).out
 
@@ -127,7 +127,7 @@ def test_a_compiled_function_is_one_graph(name):
     q, cache = tensors(8, 2, 1, 64, torch.bfloat16)
     new = torch.randn(2, len(LENGTHS), 2, 1, 64, dtype=torch.bfloat16, device="cuda")
 
-    def step(q: Tensor, cache: Cache, new: Tensor) -> Tensor:
+    def step(q, cache, new):
         cache.write(new[0], new[1])
         return attend.decode(2 * q, cache).out + 1
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, KernelPath, Score, build_attention, documents, gpu
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients, results_of
@@ -31,12 +29,12 @@ EACH_PATH = pytest.mark.parametrize(
 
 # Nearly all of the time goes into compiling. Each pair of a head size, a kind of score, a mask and dropout is tested,
 # but not each combination; rates of dropout and windows are few, because kernels are compiled for these numbers.
-def alternating(first: Iterable[Any], second: Sequence[Any]) -> list[tuple[Any, Any, float]]:
+def alternating(first, second) -> list[tuple[Any, Any, float]]:
     """Each pair, with dropout in every second."""
     return [(x, y, 0.17 * ((n + m) % 2)) for n, x in enumerate(first) for m, y in enumerate(second)]
 
 
-def flash(dropout: float = 0.0, path: KernelPath = KernelPath.plain, **options):
+def flash(dropout=0.0, path=KernelPath.plain, **options):
     """The plain kernels, unless another path is named; tests/gpu/test_hopper.py tests the Hopper ones."""
     return build_attention(AttentionConfig("flash", dropout=dropout, path=path, **options))
 
@@ -58,7 +56,7 @@ def grid() -> list[Case]:
     return cases
 
 
-def name_of(case: Case) -> str:
+def name_of(case) -> str:
     return f"{case.H}:{case.H_kv}-{case.T}x{case.S}-{case.D}"
 
 
@@ -122,7 +120,7 @@ def test_a_replayed_graph_follows_its_documents_and_draws_the_masks_of_its_key(p
     step = torch.zeros((), dtype=torch.int64, device="cuda")
     attend = flash(0.17, path)
 
-    def run(step: int | Tensor) -> list[Tensor]:
+    def run(step):
         out = attend(q, k, v, layout=documents(starts), dropout_key=DropoutKey(1, step, 0, 0)).out
         return [out, *torch.autograd.grad(out, (q, k, v), do)]
 
@@ -200,7 +198,7 @@ def test_a_compiled_function_is_one_graph_for_every_step(path):
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     attend = flash(0.17, path)
 
-    def loss(step: Tensor) -> Tensor:
+    def loss(step):
         return attend(2 * q, k, v, dropout_key=DropoutKey(1, step, 0, 0)).out.mul(do).sum()
 
     torch._dynamo.reset()
@@ -212,7 +210,7 @@ def test_a_compiled_function_is_one_graph_for_every_step(path):
             torch.testing.assert_close(got, expected)
 
 
-def memory_of(attend: Any, D: int) -> int:
+def memory_of(attend, D) -> int:
     """The bytes that a call with 16,384 tokens of 2,048 channels and its backward pass allocate at most."""
     shape = (1, 2048 // D, 16384, D)
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
@@ -232,7 +230,7 @@ def test_memory_at_16k_tokens(D):
 
 @pytest.mark.whole_gpu
 @EACH_PATH
-def test_first_step_compiles_in_less_than_10_seconds(path, tmp_path: Path):
+def test_first_step_compiles_in_less_than_10_seconds(path, tmp_path):
     """Measured in a new process with an empty cache of compiled kernels, at the head size that takes longer."""
     script = f"""
 import time, torch

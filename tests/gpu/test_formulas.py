@@ -2,15 +2,14 @@
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention import DropoutKey, KernelPath, Score
+from attention import KernelPath, Score
 from tests.attention.formulas import FORMULAS, KINDS, assert_right, draw
-from tests.attention.operators import compiled
+from tests.attention.operators import Calls, check_calls, compiled
 from tests.attention.reference import KEY, assert_far_tiles_are_never_read
 from tests.equal import assert_equal
 from tests.gpu.graphs import captured
@@ -86,7 +85,7 @@ def test_fp32_is_as_accurate_as_fp32(text):
     assert_right(problem, flash(problem.dropout), torch.float32, device="cuda")
 
 
-def drawn(text: str, seed: int) -> list[Tensor]:
+def drawn(text, seed) -> list[Tensor]:
     """q, k and v, the formula's tensors, and the gradient of out."""
     torch.manual_seed(seed)
     B, H, T, D = 2, 4, 2000, 64
@@ -94,7 +93,7 @@ def drawn(text: str, seed: int) -> list[Tensor]:
     return [*(x.requires_grad_() for x in (q, k, v, *(x.cuda() for x in FORMULAS[text](B, H, T).values()))), do]
 
 
-def run(text: str, path: KernelPath, inputs: list[Tensor], key: DropoutKey | Tensor) -> list[Tensor]:
+def run(text, path, inputs, key) -> list[Tensor]:
     """out and all gradients."""
     (*leaves, do), score = inputs, Score(formula=text)
     tensors = dict(zip(score.tensors(), leaves[3:], strict=True))
@@ -141,11 +140,10 @@ def test_a_cuda_graph_replays_a_formula_with_new_values(text, path):
 @EACH_PATH
 def test_the_operators_of_a_formula_with_tensors_keep_torchs_rules(path):
     problem = replace(draw(random.Random(3), "s + c[h, i] - c[h, j]", "square", head_dim=64), dropout=0.0)
-    calls: dict[Any, tuple[Any, Any]] = {}
+    calls = Calls()
     problem.computed(compiled(flash(path=path), calls), torch.bfloat16, device="cuda")
     assert len(calls) == 2
-    for operator, (args, kwargs) in calls.items():
-        torch.library.opcheck(operator, args, kwargs)
+    check_calls(calls)
 
 
 @EACH_PATH
@@ -167,7 +165,7 @@ def test_keys_that_gates_forget_add_nothing_and_their_tiles_are_never_read(text,
     steps = (c / 16).round() * 16 if text == IN_PARTS else torch.zeros_like(c)
     attend, score = flash(dropout, path), Score(formula=text, window=window)
 
-    def run(drawn: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    def run(drawn):
         *inputs, do = drawn
         leaves = [x.clone().requires_grad_() for x in (*inputs, c - steps)]
         tensors = {"c": leaves[3]} | ({"d": steps} if text == IN_PARTS else {})

@@ -15,6 +15,7 @@ from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
 from recipe.infer.generation import Engine, Request, Sampling
 from tests.gpu.needs import A_HOPPER_GPU
+from tests.parts import prompts, randomize
 
 LEARNED = GPTConfig(n_layers=2, n_heads=4, n_embd=128, bias=True)
 GROUPED = replace(LEARNED, n_kv_heads=2, positions=Positions.rotary)
@@ -24,29 +25,22 @@ VOCABULARY = 100
 
 
 def build(
-    config: GPTConfig,
-    score: ScoreConfig | None,
-    name: str,
-    device: str,
-    precision: ProductPrecision = ProductPrecision.inputs,
-    dtype: torch.dtype = torch.float32,
-    seq_len: int = 512,
+    config,
+    score,
+    name,
+    device,
+    precision=ProductPrecision.inputs,
+    dtype=torch.float32,
+    seq_len=512,
 ) -> GPT:
     torch.manual_seed(0)
     attend = build_attention(AttentionConfig(name, precision=precision))
     model = GPT(config, VOCABULARY, seq_len, attend, Computation(device=device, dtype=dtype), score=score)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    randomize(model, 0.2)
     return model.eval().to(device)
 
 
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
-
-
-def served(model: GPT, given: list[list[int]], sampling: Sampling, limit: int = 60, **options: Any) -> list[list[int]]:
+def served(model, given, sampling, limit=60, **options: Any) -> list[list[int]]:
     engine = Engine(model, [Request(prompt, limit) for prompt in given], sampling, **options)
     for _ in engine.run():
         pass
@@ -54,7 +48,7 @@ def served(model: GPT, given: list[list[int]], sampling: Sampling, limit: int = 
 
 
 @torch.no_grad()
-def shortfalls(model: GPT, prompt: list[int], found: list[int]) -> Tensor:
+def shortfalls(model, prompt, found) -> Tensor:
     """The distance of each generated token's logit from the largest, with the whole text through the model."""
     logits = model(torch.tensor([[*prompt, *found[:-1]]], device="cuda"))[0, len(prompt) - 1 :].float()
     return logits.amax(dim=1) - logits.gather(1, torch.tensor(found, device="cuda")[:, None])[:, 0]
@@ -109,7 +103,7 @@ def test_the_host_waits_for_the_tokens_that_it_reads_and_for_nothing_else(slots)
     model, sampling = build(GROUPED, MANY, "flash", "cuda"), Sampling(0.8, top_k=30, top_p=0.9, seed=3)
     engine = Engine(model, requests, sampling, slots=slots)
 
-    def tokens() -> list[list[int]]:
+    def tokens():
         for request in requests:
             request.tokens, request.finished = [], False
         for _ in engine.run():

@@ -1,6 +1,5 @@
 """The Hopper kernels on a Hopper GPU, forced: the grid of shapes, the mask, races and deadlocks."""
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -37,11 +36,11 @@ EACH_FORWARD_KERNEL = pytest.mark.parametrize(
 )
 
 
-def flash(dropout: float = 0.0, path: KernelPath = KernelPath.hopper):
+def flash(dropout=0.0, path=KernelPath.hopper):
     return build_attention(AttentionConfig("flash", dropout=dropout, path=path))
 
 
-def take_kernels_of(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def take_kernels_of(length, monkeypatch) -> None:
     """Calls of every length get the forward kernel of this one."""
     monkeypatch.setattr(
         "attention.flash.hopper.forward.forward_blocks",
@@ -49,7 +48,7 @@ def take_kernels_of(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def grid(lengths: Sequence[tuple[int, int]] = LENGTHS, head_sizes: Sequence[int] = HEAD_SIZES) -> list[Case]:
+def grid(lengths=LENGTHS, head_sizes=HEAD_SIZES) -> list[Case]:
     """Each pair of lengths causal and full, of which one drops, with two head sizes and numbers of heads in turn."""
     cases = []
     for n, (T, S) in enumerate(lengths):
@@ -59,14 +58,14 @@ def grid(lengths: Sequence[tuple[int, int]] = LENGTHS, head_sizes: Sequence[int]
     return cases
 
 
-def run(attend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+def run(attend, q, k, v, do) -> tuple[Tensor, ...]:
     """out, dq, dk, dv."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = attend(q, k, v).out
     return out.detach(), *torch.autograd.grad(out, (q, k, v), do)
 
 
-def assert_repeats(results: Callable[[], Iterable[Tensor]]) -> None:
+def assert_repeats(results) -> None:
     """500 repeats, launched without a pause, in memory full of NaN and beside other work on the GPU, are equal."""
     first, other = tuple(results()), torch.cuda.Stream()
     x = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
@@ -247,7 +246,7 @@ def test_views_give_what_copies_give(D):
     do = torch.randn(2, 300, 4, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     copies = run(flash(), *(x.contiguous() for x in (q, k, v, do)))
 
-    def shifted(x: Tensor) -> Tensor:
+    def shifted(x):
         return torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape).copy_(x)
 
     for moved in (None, 0, 1, 2, 3):

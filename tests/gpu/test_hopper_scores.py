@@ -5,9 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
-from attention import AttentionConfig, AttentionOutput, KernelPath, Layout, Score, build_attention
+from attention import AttentionConfig, KernelPath, Layout, Score, build_attention
 from tests.attention.reference import (
     KEY,
     Case,
@@ -54,7 +53,7 @@ def test_where_no_row_sees_a_key_the_sink_is_all_there_is(score, layout, S, D):
     (q, k, v, do), sinks = case.tensors(torch.bfloat16, "cuda"), case.sink_logits("cuda")
     assert sinks is not None
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, return_lse: bool = False) -> AttentionOutput:
+    def attend(q, k, v, sinks, return_lse=False):
         return flash()(q, k, v, score=score, layout=layout, sinks=sinks, return_lse=return_lse)
 
     lse = attend(q, k, v, sinks, return_lse=True).lse
@@ -243,7 +242,7 @@ def test_a_graph_replayed_with_other_keys_finds_their_horizons(D, horizons):
     original = k.clone()
     q, k, v = (x.requires_grad_() for x in (q, k, v))
 
-    def forward_backward() -> list[Tensor]:
+    def forward_backward():
         out = flash()(q, k, v, score=FAR.score, slopes=slopes).out
         return [out, *torch.autograd.grad(out, (q, k, v), do)]
 

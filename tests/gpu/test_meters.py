@@ -9,11 +9,11 @@ from recipe.run.meters import GIB, StepMeter, device_name, peak_flops
 
 
 @pytest.fixture
-def device() -> torch.device:
+def device():
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def meter(device: torch.device, tokens: int = 1000, flops: float = 2e6) -> StepMeter:
+def meter(device, tokens=1000, flops=2e6) -> StepMeter:
     """Of steps of so many tokens, each of which takes so many FLOPs, or half of them if hidden keys do not count."""
     return StepMeter(
         device,
@@ -59,7 +59,7 @@ def test_mfu_of_a_matrix_product_is_the_share_of_the_peak_that_its_time_makes(de
     flops, steps = 2 * 8192**3, 100
     m = meter(device, 1, flops)
 
-    def run(steps: int) -> float:
+    def run(steps):
         start = time.perf_counter()
         for _ in range(steps):
             m.step_start()
@@ -82,12 +82,12 @@ def test_memory_peaks_are_of_the_interval_and_leave_pauses_out(device):
     m = meter(device)
     base = torch.cuda.memory_allocated(device) / GIB
 
-    def step(gib: float) -> None:
+    def step(gib):
         m.step_start()
         torch.empty(int(gib * GIB), dtype=torch.uint8, device=device)
         m.step_end()
 
-    def peak() -> float:
+    def peak():
         return m.interval()["memory/peak_allocated_gib"] - base
 
     step(1.0)

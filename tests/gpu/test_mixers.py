@@ -1,7 +1,5 @@
 """Mixers on a GPU: the kernels of flash-linear-attention against the definition in fp64, our layers against theirs."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -41,7 +39,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_tuning() -> Iterator[None]:
+def no_tuning():
     """It would take minutes for each size of a head."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_bench", "check_disk_cache"):
@@ -50,12 +48,12 @@ def no_tuning() -> Iterator[None]:
         yield
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(found, expected) -> float:
     """The norm of the difference, over that of what is expected."""
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def right(name: str) -> Subject:
+def right(name) -> Subject:
     """The package's kernels, skipped where they refuse to run."""
     try:
         return named(f"fla-{name}", CUDA)

@@ -33,22 +33,20 @@ def clear_memory() -> None:
 
 
 @pytest.fixture(autouse=True)
-def cleared() -> None:
+def cleared():
     clear_memory()
 
 
-def shape(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> AttentionShape:
+def shape(device, dtype=torch.bfloat16) -> AttentionShape:
     return AttentionShape(head_dim=D, n_heads=H, n_kv_heads=H, dtype=dtype, device=device)
 
 
 @pytest.fixture
-def device() -> torch.device:
+def device():
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def trainer(
-    device: torch.device, attention: AttentionConfig, precision: Precision = Precision.bf16, **options
-) -> Trainer:
+def trainer(device, attention, precision=Precision.bf16, **options) -> Trainer:
     torch.manual_seed(0)
     size = GPTConfig(n_layers=2, n_heads=H, n_embd=H * D, dropout=0.1)
     model = GPT(size, VOCAB, T, build_attention(attention), Computation(device=device))
@@ -56,7 +54,7 @@ def trainer(
     return build_trainer(Config(7, schedule=ScheduleConfig(warmup_steps=2), training=training), model, device, World())
 
 
-def batch(step: int, device: torch.device) -> Batch:
+def batch(step, device) -> Batch:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCAB, (B, 1), generator=generator) * torch.arange(1, T + 2) % VOCAB  # something to learn
     return Batch(tokens[:, :-1].to(device), tokens[:, 1:].to(device))
@@ -118,7 +116,7 @@ def test_a_reference_that_does_not_fit_gets_less(device):
     large = batch(0, device).map(lambda x: x.repeat(16, 1))
     probe = ParityProbe(ParityConfig(every=1), config, shape(device))
 
-    def compared() -> int:
+    def compared():
         measured = probe.measure(trained.model, large, trained.key)
         sequences, tokens = measured["parity/tokens"]
         return sequences * tokens

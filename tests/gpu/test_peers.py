@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from attention import Attention, AttentionConfig, AttentionShape, UnsupportedAttention, build_attention
-from attention.check.cases import Case
 from attention.check.subject import ours
 from tests.attention.subjects import assert_judged_right
 from tests.attention.test_peers import CASES, CUDA
@@ -22,7 +21,7 @@ def varlen() -> Attention:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_varlen_computes_the_formula_and_its_gradients(case: Case):
+def test_varlen_computes_the_formula_and_its_gradients(case):
     """Of cases nine times as long as on a CPU."""
     lengths: dict[str, Any] = {"T": 9 * case.T, "S": 9 * case.S, "documents": tuple(9 * n for n in case.documents)}
     case = replace(case, **lengths, D=64, memory="contiguous", dtype="fp16" if case.window else "bf16")

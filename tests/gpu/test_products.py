@@ -13,7 +13,7 @@ from tests.gpu.needs import A_HOPPER_GPU, TWO_GPUS
 pytestmark = A_HOPPER_GPU
 
 
-def random(*shape: int, seed: int = 1, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def random(*shape: int, seed=1, device="cuda", dtype=torch.bfloat16) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return (0.3 * torch.randn(shape, generator=generator, device=device)).to(dtype)
 

@@ -39,7 +39,7 @@ OVERRIDES = [
     ids=" ".join,
 )
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(own, tmp_path):
-    def train(*overrides: str) -> None:
+    def train(*overrides):
         done = subprocess.run(
             [sys.executable, str(ROOT / "train.py"), *overrides], cwd=tmp_path, capture_output=True, text=True
         )

@@ -1,7 +1,5 @@
 """Our kernels under torch's switch on a GPU: the calls that torch gives to its FlashAttention, in training too."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,14 +14,14 @@ from tests.attention.subjects import assert_judged_right
 
 
 @pytest.fixture
-def active() -> Iterator[None]:
+def active():
     torch_sdpa.register()
     nn.attention.activate_flash_attention_impl(torch_sdpa.NAME)
     yield
     nn.attention.restore_flash_attention_impl()
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sdpa(q, k, v) -> Tensor:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -62,7 +60,7 @@ def test_a_compiled_layer_of_torch_runs_them_with_the_same_result(active):
     layer = nn.MultiheadAttention(256, 4, batch_first=True, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
-    def run(x: Tensor) -> Tensor:
+    def run(x):
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return layer(x, x, x, need_weights=False)[0]
 

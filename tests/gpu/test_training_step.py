@@ -5,7 +5,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from attention import AttentionConfig, DropoutKey, DropoutRng, build_attention
@@ -33,12 +32,12 @@ T, B, VOCAB = 128, 4, 1000
 
 
 def trainer(
-    attention: str = "flash",
-    loss: LossKind = LossKind.chunked,
-    score: ScoreConfig | None = None,
-    optimizer: str = "adamw",
-    rng: DropoutRng = DropoutRng.replay,
-    replayed: bool = True,
+    attention="flash",
+    loss=LossKind.chunked,
+    score=None,
+    optimizer="adamw",
+    rng=DropoutRng.replay,
+    replayed=True,
     **options: Any,
 ) -> Trainer:
     config = TrainingConfig(steps=20, batch_size=B, precision=Precision.bf16, compile=True, **options)
@@ -58,12 +57,12 @@ def trainer(
     return built
 
 
-def batch(step: int, micro_steps: int = 1) -> list[Batch]:
+def batch(step, micro_steps=1) -> list[Batch]:
     tokens = torch.randint(VOCAB, (micro_steps, 2, B, T), generator=torch.Generator().manual_seed(step)).to(DEVICE)
     return [Batch(inputs, targets) for inputs, targets in tokens]
 
 
-def assert_same_update(launched: Trainer, replayed: Trainer, step: int, batches: list[Batch]) -> None:
+def assert_same_update(launched, replayed, step, batches) -> None:
     expected, given = launched.update(step, batches), replayed.update(step, batches)
     for name, value in expected.items():
         assert float(value) == float(given[name]), f"{name} of step {step}"
@@ -194,7 +193,7 @@ def test_compiled_residual_dropout_drops_by_the_keep_mask():
     x = torch.randn(B, T, C, device=DEVICE, requires_grad=True)
 
     @torch.compile(fullgraph=True)
-    def dropped(x: Tensor) -> Tensor:
+    def dropped(x):
         for mask in draw_masks(key, 0.1, n_sites, B, T, C, DEVICE):
             x = 0.9 * drop(x, mask)
         return x

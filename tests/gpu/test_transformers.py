@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("transformers")
 
@@ -17,7 +16,7 @@ CONFIGURATIONS = small.configurations(
 )
 
 
-def build(name: str) -> Any:
+def build(name) -> Any:
     register()
     return small.build(CONFIGURATIONS[name], 0.1).cuda()
 
@@ -40,7 +39,7 @@ def test_recomputed_activations_drop_the_same_weights():
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.25
 
-    def gradients() -> list[Tensor]:
+    def gradients():
         model.zero_grad()
         with dropout_key(seed=1337, step=3):
             model(small.tokens(length=300).cuda(), use_cache=False).logits.square().mean().backward()

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from learn.__main__ import main, run
 from learn.flash import block_sizes
@@ -94,7 +93,7 @@ DISPLAYED = """const $ = (id) => document.getElementById(id);
 def expected(recording: Recording, choice: dict[str, Any], n: int) -> dict[str, Any]:
     """What DISPLAYED gives for step n, from the tensors of that step."""
 
-    def tables(tensors: dict[str, Tensor]) -> dict[str, list[list[str]]]:
+    def tables(tensors):
         return {
             f"{name}  {len(tensor)}×{tensor[0].numel()}": [[shown(value) for value in row] for row in tensor.tolist()]
             for name, tensor in tensors.items()

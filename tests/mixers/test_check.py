@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ CPU, SIZES = torch.device("cpu"), (4, 6)
 
 
 @pytest.fixture(autouse=True)
-def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_tokens(monkeypatch):
     """In fp32 the longest call shows no more than a short one."""
     monkeypatch.setattr("mixers.cases.LONG", 64)
 
@@ -96,7 +95,7 @@ def attention(q, k, v, causal, documents):
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def mine(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     return tmp_path / "mine.py"
 

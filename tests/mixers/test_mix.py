@@ -22,7 +22,7 @@ def tensors(recurrence: Recurrence, shape: tuple[int, ...]) -> dict[str, Any]:
     B, H, T, K, V = shape
     draw = torch.Generator().manual_seed(0)
 
-    def randn(*size: int) -> Tensor:
+    def randn(*size):
         return torch.randn(size, generator=draw, dtype=torch.float64)
 
     keys = torch.nn.functional.normalize(randn(B, H, T, K), dim=-1)
@@ -105,9 +105,7 @@ def packed(lengths: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("mixer", "sizes"), [("recurrent", (16, 8)), ("chunked", (16, 8)), ("chunked", (7, 5)), ("chunked", (24, 1))]
 )
-def test_a_document_of_a_packed_row_has_the_bits_that_it_has_alone(
-    recurrence: Recurrence, mixer: str, sizes: tuple[int, int]
-):
+def test_a_document_of_a_packed_row_has_the_bits_that_it_has_alone(recurrence, mixer, sizes):
     lengths = [5, 16, 1, 33, 48, 7]
     inputs = {name: x.float() for name, x in tensors(recurrence, (2, 3, sum(lengths), *sizes)).items()}
     del inputs["initial"]

@@ -30,7 +30,7 @@ def changed(inputs: MixerInputs, recurrence: Recurrence, scale: float, **others:
 def of(name: str, change: Callable[[Tensor], Tensor | None]) -> Mixer:
     """A right mixer that changes one of its inputs, where it has that."""
 
-    def mixer(inputs: MixerInputs, recurrence: Recurrence, scale: float) -> Result:
+    def mixer(inputs, recurrence, scale):
         x = getattr(inputs, name)
         return changed(inputs, recurrence, scale, **{name: None if x is None else change(x)})
 

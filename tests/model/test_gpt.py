@@ -136,7 +136,7 @@ def step(model: GPT, function: Any, B: int = 2) -> tuple[int, list[Tensor]]:
     """The bytes that a step through `function` stores for its backward pass; and its loss and gradients."""
     tensors: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         tensors[tensor.data_ptr()] = tensor.nbytes
         return tensor
 

@@ -105,7 +105,7 @@ class Textbook:
         return self.linear(out.flatten(1), f"{name}.c_proj")
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
-        def gelu(u: Tensor) -> Tensor:
+        def gelu(u):
             return u / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
 
         kind, u = self.config.mlp, self.linear(x, f"{name}.c_fc")

@@ -58,7 +58,7 @@ def thread(fault: str, line: str, path: str, when: str, effect: str, inputs: str
 def published(line: str, path: str, when: str, effect: str, inputs: str) -> Callable[[type[Steps]], type[Steps]]:
     """Register an attention with these steps, and add its row."""
 
-    def register(steps: type[Steps]) -> type[Steps]:
+    def register(steps):
         thread(named(steps), line, path, when, effect, inputs)
         return steps
 

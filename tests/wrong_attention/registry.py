@@ -39,7 +39,7 @@ def named(steps: type[Steps]) -> str:
 def corner(line: str) -> Callable[[type[Steps]], type[Steps]]:
     """Register an attention whose mistake a line of the check shows."""
 
-    def register(steps: type[Steps]) -> type[Steps]:
+    def register(steps):
         name = named(steps)
         CORNERS[name] = AttentionConfig(name), line
         return steps
@@ -55,7 +55,7 @@ def fault(
 ) -> Callable[[type[Steps]], type[Steps]]:
     """Register an attention with these steps under the name of their class, in lower case with underscores."""
 
-    def register(steps: type[Steps]) -> type[Steps]:
+    def register(steps):
         name = named(steps)
         FAULTS[name] = Fault(AttentionConfig(name, dropout=dropout), score, documents, grouped)
         return steps

@@ -12,6 +12,7 @@ from recipe.compare.arena_page import added_too_often, arena_headline, go_on, sk
 from recipe.compare.runs import find_runs
 from recipe.errors import UserError
 from tests.browser import needs_browser
+from tests.programs import rewrite
 from tests.recipe.compare.reading import arena_of, edit, plan_of, rows_of
 from tests.recipe.compare.synthetic_arena import losses_of, write_arena
 from tests.recipe.compare.test_arena_results import DIVERGED
@@ -125,7 +126,7 @@ def test_arms_that_solve_a_task_are_judged_by_their_answers(tmp_path):
     """Their losses differ; what counts is that both give every right answer."""
     folder = write_arena(tmp_path, {"full": 0.0, "window": 0.3})
     for path in folder.glob("*/summary.json"):
-        path.write_text(path.read_text().replace('"name": "stdlib"', '"name": "mqar"'))
+        rewrite(path, '"name": "stdlib"', '"name": "mqar"')
         edit(path.parent, lambda line: line | {"probe/mqar": 0.999})
     arena = arena_of(folder)
     assert arena_headline(arena).text == "both solve mqar (6 seeds)"

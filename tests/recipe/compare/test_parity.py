@@ -13,7 +13,7 @@ from recipe.compare.parity import judge, seed_spread, window_of
 from recipe.compare.runs import read_run
 from recipe.compare.tables import parity_table
 from recipe.compare.verdict import Gap, NotFinite, Outcome, Verdict
-from tests.recipe.compare.reading import Line, cells_in, edit, rows_of, runs_in
+from tests.recipe.compare.reading import cells_in, edit, rows_of, runs_in
 from tests.recipe.compare.synthetic import ERRORS, write_run, write_runs
 
 
@@ -193,7 +193,7 @@ def test_the_spread_is_the_distance_of_every_pair_of_seeds(three):
 
 
 def shift(folder: Path, metric: str, by: float, after: int = -1) -> None:
-    def change(line: Line) -> Line:
+    def change(line):
         return line | {metric: line[metric] + by} if metric in line and line["step"] > after else line
 
     edit(folder, change)

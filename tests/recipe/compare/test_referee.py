@@ -34,7 +34,7 @@ from recipe.infer.evaluation.text import Text
 from recipe.run.build import build_model
 from recipe.run.config import Config
 from tests.parts import built
-from tests.programs import ROOT, started
+from tests.programs import ROOT, rewrite, started
 
 HOME, PYTHON = Path("outputs/referee/toy"), referee.python
 BUDGET = {"tokens": 1000, "seconds": 60, "flops": 1e6, "parameters": 500}
@@ -383,8 +383,7 @@ def test_two_judges_of_a_track_do_not_mix(track):
 
 def test_rules_that_change_during_a_night_are_refused(track):
     judged(track, "salt=1")
-    rules = Path("records/toy/track.yaml")
-    rules.write_text(rules.read_text().replace("1000", "2000"))
+    rewrite(Path("records/toy/track.yaml"), "1000", "2000")
     with pytest.raises(RefereeError, match="has changed since its first edit"):
         Judge("toy")
 

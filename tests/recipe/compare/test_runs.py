@@ -114,8 +114,7 @@ def test_runs_are_found_at_any_depth_and_in_natural_order(tmp_path):
     for n in (10, 2, 1):
         write_run(tmp_path / "sweep" / str(n))
     (tmp_path / "sweep" / "1" / "checkpoints" / "step-00000500").mkdir(parents=True)
-    found = find_runs([tmp_path / "sweep"])
-    assert [run.name for run in found.runs] == ["1", "2", "10"]
+    assert [run.name for run in find_runs([tmp_path / "sweep"]).runs] == ["1", "2", "10"]
     assert len(runs_in(tmp_path)) == 3
     assert [run.name for run in runs_in(tmp_path / "sweep" / "2")] == ["2"]
 

@@ -58,7 +58,7 @@ def kill_during_a_save(run: Path, torchrun: subprocess.Popen[bytes]) -> set[str]
     Returns the names of the complete checkpoints at that time.
     """
 
-    def unfinished() -> bool:
+    def unfinished():
         return any((run / "checkpoints").glob(f"{PARTIAL}step-*"))
 
     while True:

@@ -19,7 +19,7 @@ from model.score import ScoreConfig
 from recipe.infer.generation import Engine, GenerationError, Request, Sampling, engine, generate
 from recipe.infer.generation.sampling import Noise
 from tests.own_attention import ScalableSoftmax
-from tests.parts import EVERYTHING, GEMMA, LLAMA, built
+from tests.parts import EVERYTHING, GEMMA, LLAMA, built, prompts
 from tests.recipe.infer.from_scratch import expected, logits_of
 
 LEARNED = GPTConfig(n_layers=2, n_heads=4, n_embd=32, bias=True)
@@ -52,7 +52,7 @@ def recorded_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Ten
     recorded: list[Tensor] = []
     logits_after = engine.steps.model.logits
 
-    def recording(hidden: Tensor, head: Tensor) -> Tensor:
+    def recording(hidden, head):
         logits = logits_after(hidden, head)
         recorded.append(logits[0].float().clone())
         return logits
@@ -70,11 +70,6 @@ def check_greedy(engine: Engine, model: GPT, monkeypatch: pytest.MonkeyPatch) ->
     assert len(found) == TOKENS
     assert found == logits.argmax(-1).tolist()
     assert_close(torch.stack(recorded), logits, rtol=0, atol=1e-5 * logits.abs().max().item())
-
-
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.mark.parametrize(

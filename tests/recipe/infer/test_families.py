@@ -33,6 +33,7 @@ from recipe.run.build import build_model
 from recipe.run.compose import composed, to_config
 from recipe.run.config import Config
 from recipe.run.starting import with_start
+from tests.parts import randomize
 from tests.programs import completed
 
 transformers = pytest.importorskip("transformers")
@@ -105,9 +106,7 @@ def folders(kind: str, root: Path) -> Iterator[tuple[Any, Path]]:
     """Models of transformers with every parameter random, and their folders."""
     for seed in range(SHAPES):
         model = fresh(kind, seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.2 * torch.randn_like(parameter))
+        randomize(model, 0.2)
         folder = root / f"{kind}-{seed}"
         model.save_pretrained(folder, max_shard_size="20KB" if seed % 2 else "1GB")
         yield model, folder

@@ -18,7 +18,7 @@ from recipe.infer.huggingface.loading import folder_mistakes
 from recipe.infer.huggingface.loading import load as load_gpt2
 from recipe.infer.huggingface.settings import WeightsError, read_settings
 from recipe.infer.huggingface.starting import is_folder, start_from
-from tests.parts import built
+from tests.parts import built, randomize
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,13 +44,11 @@ def flaws(
 
 @pytest.fixture(scope="module")
 def gpt2():
-    """A small GPT-2 of transformers, every parameter random: fresh ones have biases of zero and norms of one."""
+    """A small GPT-2 of transformers, every parameter random."""
     torch.manual_seed(0)
     shape = transformers.GPT2Config(n_layer=3, n_head=4, n_embd=64, vocab_size=VOCAB, n_positions=POSITIONS)
     model = transformers.GPT2LMHeadModel(shape).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    randomize(model, 0.1)
     return model
 
 

@@ -19,6 +19,7 @@ from recipe.run.compose import jobs as jobs_of
 from recipe.run.config import register
 from recipe.run.jobs import Job, SweepError, names_of
 from recipe.run.queue import Queue, chosen_devices
+from tests.programs import summary
 
 JOB = """
 import json, os, signal, sys, time
@@ -172,7 +173,7 @@ def test_ctrl_c_ends_the_job_cleanly_and_the_sweep_with_it(sweep, tmp_path, caps
     thread.join()
     assert ended.value.code == 130
     assert signal.getsignal(signal.SIGINT) is handler
-    assert json.loads((folder / "0" / "summary.json").read_text())["status"] == "interrupted"
+    assert summary(folder / "0")["status"] == "interrupted"
     assert calls(tmp_path, 1) == []
     printed = capsys.readouterr().out
     assert "Stopped with 2 of 2 jobs left" in printed

@@ -29,7 +29,7 @@ DISABLED = TrackingConfig(mode=TrackingMode.disabled)
 def strict(line: str) -> dict[str, Any]:
     """Parse JSON without Python's extensions."""
 
-    def refuse(constant: str) -> None:
+    def refuse(constant):
         raise ValueError(f"{constant} is not JSON")
 
     return json.loads(line, parse_constant=refuse)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -126,7 +125,7 @@ def before_each_operation(folder: Path, copies: Path, work: Callable[[], object]
     if pid == 0:
         copying = False
 
-        def copy(event: str, arguments: Any) -> None:
+        def copy(event, arguments):
             nonlocal copying
             if event in FILE_EVENTS and not copying:
                 copying = True
