@@ -145,8 +145,7 @@ def forward(
             b_p = torch.exp(b_s - m_new)
             l = alpha * l + b_p.sum(dim=-1, keepdim=True)
             if key is not None:  # after the row sum: dropout acts on the probabilities, not on their normalisation
-                b_keep = keep_tile(key, dropout, q, S, rows, columns)
-                b_p = torch.where(b_keep, b_p * keep_scale(dropout), 0.0)
+                b_p = torch.where(keep_tile(key, dropout, q, S, rows, columns), b_p * keep_scale(dropout), 0.0)
             o = alpha * o + dot(b_p if spec.learns else b_p.to(v.dtype), b_v)
             m = m_new
 

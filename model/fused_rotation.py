@@ -64,8 +64,7 @@ def normed_rotation(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, 
     """y (B, T, H, D), contiguous."""
     if x.is_cuda:
         return launch_rotate(x, weight, cos, sin, eps)
-    w = accum_dtype(x.dtype)
-    n1, n2 = F.rms_norm(x.to(w), x.shape[-1:], weight, eps).chunk(2, dim=-1)
+    n1, n2 = F.rms_norm(x.to(accum_dtype(x.dtype)), x.shape[-1:], weight, eps).chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return torch.cat([n1 * cos - n2 * sin, n2 * cos + n1 * sin], dim=-1).to(x.dtype)
 

@@ -122,8 +122,7 @@ def render_png(chart: Chart) -> bytes:
     """PNG at twice the size of a screen's pixels."""
     file = io.BytesIO()
     with mpl.rc_context(_RC):
-        figure = _draw(chart, FigureCanvasAgg)
-        figure.savefig(file, format="png", dpi=200, metadata={"Software": None})
+        _draw(chart, FigureCanvasAgg).savefig(file, format="png", dpi=200, metadata={"Software": None})
     return file.getvalue()
 
 

@@ -29,7 +29,6 @@ aten = torch.ops.aten
 ZEROS = (aten.zeros.default, aten.new_zeros.default)
 ALLOCATIONS = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, *ZEROS)
 GRAIN = 512  # bytes, as torch's allocator aligns tensors
-DESCRIBED = 128  # sets of addresses whose descriptors are kept: those of a model's layers
 Replay = Callable[[Sequence[Tensor]], Any]
 
 REPLAYS: dict[Hashable, Replay | Literal[False]] = {}  # False: one such call was seen
@@ -142,7 +141,7 @@ class Writer:
     def __init__(self, recording: Recording, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         self.recording, self.tensors, self.results = recording, tensors, results
         self.driver = triton.runtime.driver.active
-        self.names: dict[str, Any] = {"empty": torch.empty_strided, "cache": lru_cache(DESCRIBED)}
+        self.names: dict[str, Any] = {"empty": torch.empty_strided, "cache": lru_cache(128)}
         self.lines: list[str] = []
         self.descriptors: list[str] = []
         self.described: dict[str, None] = {}
@@ -160,7 +159,8 @@ class Writer:
         launches = [self.launch(call) for call in self.recording.launches]
         addresses = ", ".join(self.described)
         describe = f"@cache\ndef describe({addresses}):\n return {', '.join(self.descriptors)},\n"
-        if self.descriptors:  # to encode them takes longer than a launch, and layers have the same addresses each step
+        # To encode them takes longer than a launch, and layers have the same addresses each step.
+        if self.descriptors:
             self.lines.append(f"d = describe({addresses})")
         self.lines += [*launches, f"return {', '.join(map(self.result, self.results))},"]
         exec(describe * bool(addresses) + "def replay(tensors):\n " + "\n ".join(self.lines), self.names)

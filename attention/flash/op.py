@@ -353,9 +353,10 @@ class FlashAttention(Attention):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> AttentionOutput:
         """`Attention.__call__`. A call like an earlier one, of q, k and v alone, is not looked at again."""
+        if (asked := asked_alone(given)) is None:
+            return Attention.__call__(self, q, k, v, **given)  # torch 2.11 compiles no super() with names
         learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        asked = asked_alone(given)
-        key = asked and (alike := likeness((q, k, v)), asked, learns)
+        key = alike, *_ = likeness((q, k, v)), asked, learns
         if (spec := self.known.get(key)) is None:
             result = super().__call__(q, k, v, **given)
             self.remember(key, q, k, v)
@@ -368,8 +369,10 @@ class FlashAttention(Attention):
 
     def decode(self, q: Tensor, cache: Cache, **given: Any) -> AttentionOutput:
         """`Attention.decode`, as `__call__`."""
-        asked, tensors = asked_alone(given), present(cache)
-        key = asked and (alike := likeness_of_cache(q, tensors), asked)
+        if (asked := asked_alone(given)) is None:
+            return Attention.decode(self, q, cache, **given)
+        tensors = present(cache)
+        key = alike, *_ = likeness_of_cache(q, tensors), asked
         if (spec := self.known.get(key)) is None:
             result = super().decode(q, cache, **given)
             self.remember(key, q)
@@ -379,7 +382,7 @@ class FlashAttention(Attention):
 
     def remember(self, key: Any, *tensors: Tensor) -> None:
         """The Spec of a call that was checked, where the kernels take its tensors as they are; of no subclass."""
-        if key is None or (score := key[1][0]).expression or score.head_tensors or type(self) is not FlashAttention:
+        if (score := key[1][0]).expression or score.head_tensors or type(self) is not FlashAttention:
             return
         spec = self.call(tensors[0], score, ONE_DOCUMENT, key[1][1], None, {}).spec
         if spec.scale > 0 and all(map(operator.is_, prepared(*tensors), tensors)):

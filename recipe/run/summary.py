@@ -1,5 +1,7 @@
 """A run's environment, summary.json and loss curve."""
 
+from __future__ import annotations
+
 import platform
 import subprocess
 from hashlib import sha256
