@@ -154,8 +154,8 @@ class Batches(Source):
         return offset + self.seq_len * int(order[place])
 
     def stored_of(self, sequences: np.ndarray) -> Batch:
-        places = (divmod(number, self.n_windows) for number in sequences.tolist())
-        return windows_at(np.array([self.start(*place) for place in places]), self.windows, self.documents)
+        starts = np.array([self.start(*divmod(number, self.n_windows)) for number in sequences.tolist()])
+        return windows_at(starts, self.windows, self.documents)
 
     def _draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
         draws = random_draws(self.seed, epoch, self.n_windows + 1)

@@ -68,6 +68,4 @@ class Prefetcher:
             return stored.widened(lambda x: x.to(self._device)), None
         with torch.cuda.stream(self._stream):  # also makes its device the thread's current one
             batch = stored.widened(lambda x: x.pin_memory().to(self._device, non_blocking=True))
-            arrived = torch.cuda.Event()
-            arrived.record(self._stream)
-        return batch, arrived
+            return batch, self._stream.record_event()

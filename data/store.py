@@ -111,9 +111,9 @@ class TokenWriter:
         self.tokens, self.documents = tokens, documents
         self._files: dict[str, IO[bytes]] = {}
         for suffix, size in sizes(dtype, marks, tokens, documents).items():
-            file = (folder / f"{split}.{suffix}").open("ab", buffering=1 << 20)
-            self._files[suffix] = stack.enter_context(file)
-            self._files[suffix].truncate(size)
+            file = stack.enter_context((folder / f"{split}.{suffix}").open("ab", buffering=1 << 20))
+            file.truncate(size)
+            self._files[suffix] = file
 
     def write(self, tokens: np.ndarray, opens: bool, room: int, answers: np.ndarray | None = None) -> int:
         """Append a piece that `opens` or continues a document: at most `room` tokens. Returns how many.

@@ -120,7 +120,7 @@ class Workers:
         for _, connection in self.idle:
             with suppress(OSError):
                 connection.send(None)
-        for process in [process for process, _ in (*self.idle, *self.busy.values())]:
+        for process, _ in (*self.idle, *self.busy.values()):
             process.join(GRACE_S)
             process.kill()
             process.join()
