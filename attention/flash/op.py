@@ -310,10 +310,6 @@ class Flash(torch.autograd.Function):
         return (backward_once if torch.is_grad_enabled() else backward)(ctx, do)
 
 
-# `apply` without its questions about functorch, whose tensors have no addresses to compare.
-apply_flash = super(torch.autograd.Function, Flash).apply
-
-
 def flash_from_text(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int, k_start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -354,15 +350,15 @@ class FlashAttention(Attention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> AttentionOutput:
         """`Attention.__call__`. A call like an earlier one, of q, k and v alone, is not looked at again."""
         if (asked := asked_alone(given)) is None:
-            return Attention.__call__(self, q, k, v, **given)  # torch 2.11 compiles no super() with names
+            return Attention.__call__(self, q, k, v, **given)
         learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         key = alike, *_ = likeness((q, k, v)), asked, learns
         if (spec := self.known.get(key)) is None:
-            result = super().__call__(q, k, v, **given)
+            result = Attention.__call__(self, q, k, v, **given)
             self.remember(key, q, k, v)
             return result
         if learns:
-            out, lse, _ = apply_flash((spec, 0, 0), q, k, v)
+            out, lse, _ = Flash.apply((spec, 0, 0), q, k, v)
         else:
             out, lse, _ = run_forward(q, k, v, (), spec, 0, 0, alike=alike)
         return AttentionOutput(out, lse if given.get("return_lse") else None)
@@ -374,7 +370,7 @@ class FlashAttention(Attention):
         tensors = present(cache)
         key = alike, *_ = likeness_of_cache(q, tensors), asked
         if (spec := self.known.get(key)) is None:
-            result = super().decode(q, cache, **given)
+            result = Attention.decode(self, q, cache, **given)
             self.remember(key, q)
             return result
         out, lse = run_decode(q, tensors, (), spec, alike)
