@@ -51,8 +51,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
         raise ValueError(f"q {tuple(of_q)} and k {tuple(of_k)} must agree in batch and head size.")
     if H_kv == 0 or H % H_kv:
         raise ValueError(f"{H} query heads are not a multiple of {H_kv} key/value heads.")
-    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        raise ValueError(f"q, k, v must share dtype and device; got {q.dtype}, {k.dtype}, {v.dtype}.")
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.is_floating_point()):
+        raise ValueError(f"q, k, v must share a floating dtype and a device; got {q.dtype}, {k.dtype}, {v.dtype}.")
     starts, ends = layout.document_starts, layout.document_ends
     if starts is not None or ends is not None:
         last = max(layout.query_start(T, S) + T, layout.k_start + S)

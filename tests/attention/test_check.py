@@ -437,8 +437,7 @@ def test_a_call_that_ends_its_process_is_a_failure_and_the_others_are_judged(onl
     }
     only(cases, "side effects")
     target = "tests.attention.test_check:ends_its_process"
-    report = check(find(target), dtypes=["fp32"], workers=one_worker)
-    lengths, scale, memory, side_effects = report.lines
+    lengths, scale, memory, side_effects = check(find(target), dtypes=["fp32"], workers=one_worker).lines
     assert (lengths.status, lengths.calls, side_effects.status) == ("FAIL", 2, "ok")
     assert lengths.failures[0].case.T == 9
     assert scale.calls == memory.calls == 2
@@ -512,8 +511,7 @@ def reuses_its_output(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> T
 
 def test_an_output_that_the_next_call_overwrites_is_a_failure(only):
     only([Case(T=9, S=9)], "side effects")
-    report = check(find("tests.attention.test_check:reuses_its_output"), dtypes=["fp32"])
-    lengths, side_effects = report.lines
+    lengths, side_effects = check(find("tests.attention.test_check:reuses_its_output"), dtypes=["fp32"]).lines
     assert (lengths.status, side_effects.status) == ("ok", "FAIL")
     assert side_effects.detail.startswith("a call overwrites out of the call before (fp32 B=2")
 
@@ -572,8 +570,7 @@ def test_attention_that_claims_nothing_is_judged_on_its_behaviour(only):
 
 
 def test_another_function_is_compared_with_a_reference_and_its_failure_shown_at_the_first_wrong_row(only):
-    lengths = [Case(T=n, S=n, D=8, causal=n % 3 > 0, H=2, H_kv=1) for n in (9, 40)]
-    only(lengths)
+    only([Case(T=n, S=n, D=8, causal=n % 3 > 0, H=2, H_kv=1) for n in (9, 40)])
     for name, status in (("softpick_in_parts", "ok"), ("softpick_wrong_from_31", "FAIL"), ("plain", "FAIL")):
         subject = find(f"{__name__}:{name}")
         subject.reference = find(f"{__name__}:softpick")
@@ -613,8 +610,7 @@ def test_what_a_reference_cannot_compute_is_not_judged_and_the_line_says_so(only
 
 
 def test_a_class_of_a_checkout_is_checked_by_an_installed_library():
-    installed = pytest.importorskip("gpt_attention.check.subject")
-    subject = installed.find("attention.tiled:TiledAttention")
+    subject = pytest.importorskip("gpt_attention.check.subject").find("attention.tiled:TiledAttention")
     case = Case(T=9, S=9, window=3, dropout=0.25)
     assert "documents" in subject.features
     assert subject(case, draw(case))[0].shape == (1, 2, 9, 16)

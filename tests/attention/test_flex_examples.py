@@ -102,8 +102,7 @@ def test_an_example_of_attention_gym_is_a_formula(name):
     s = example.changed(q @ k.mT / D**0.5, i, j, **tensors)
     expected = (s.masked_fill(j > i, -torch.inf) if example.causal else s).softmax(-1) @ v
     score, options = Score(causal=example.causal, formula=example.formula), AttentionConfig("tiled")
-    out = build_attention(options)(q, k, v, score=score, tensors=tensors).out
-    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(build_attention(options)(q, k, v, score=score, tensors=tensors).out, expected)
 
 
 def test_the_page_of_formulas_lists_some_of_these_examples():

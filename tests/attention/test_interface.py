@@ -75,10 +75,11 @@ def test_tensors_that_do_not_fit_together_are_refused(q, k, v, complaint):
         build("naive")(torch.zeros(q), torch.zeros(k), torch.zeros(v))
 
 
-def test_tensors_of_different_precision_are_refused():
-    q = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(ValueError, match="must share dtype and device"):
-        build("naive")(q, q.half(), q)
+def test_tensors_of_different_precision_and_integers_are_refused():
+    x = torch.zeros(1, 1, 4, 8)
+    for q, k in ((x, x.half()), (x.int(), x.int())):
+        with pytest.raises(ValueError, match="must share a floating dtype and a device"):
+            build("naive")(q, k, q)
 
 
 def test_dropout_of_sdpa_needs_torchs_generator():

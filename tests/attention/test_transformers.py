@@ -78,8 +78,7 @@ def assert_near(ours: Sequence[Tensor], eager: Sequence[Tensor]) -> None:
 
 
 def assert_near_eager(model: Any, name: str, inputs: dict[str, Any], real: Tensor | None = None) -> None:
-    eager = results(model, "eager", inputs, real)
-    assert_near(results(model, name, inputs, real), eager)
+    assert_near(results(model, name, inputs, real), results(model, "eager", inputs, real))
 
 
 @MODELS

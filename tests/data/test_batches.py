@@ -38,8 +38,7 @@ def test_targets_follow_the_inputs_and_every_token_type_becomes_int64(dtype):
 @pytest.mark.parametrize("length", [17, 18, 32, 33, 34, 48, 49, 200, 1003])
 @pytest.mark.parametrize("epoch", [0, 1, 7])
 def test_an_epoch_visits_every_window_once(length, epoch):
-    batches = make(TOKENS[:length], batch_size=1)
-    starts = np.sort(epoch_starts(batches, epoch))
+    starts = np.sort(epoch_starts(make(TOKENS[:length], batch_size=1), epoch))
     assert len(starts) >= (length - 1) // 16 - 1  # all but what the offset moves in
     assert np.array_equal(np.diff(starts), np.full(len(starts) - 1, 16))  # side by side: no token twice, none left out
     assert starts[0] >= 0
