@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .check.calls import weights_shown
 from .check.formula import Problem
-from .check.judge import Verdict, judge
+from .check.judge import Verdict, judge, worst_of
 from .errors import AttentionError, UnsupportedAttention
 from .interface import Attention
 from .layout import Layout
@@ -183,7 +183,7 @@ class Taken:
         if not unseen:
             verdicts = self.verdicts(broken, unseen)
             if verdicts:
-                worst = max(verdicts, key=lambda verdict: verdict.share)
+                worst = worst_of(verdicts)
                 line |= {"watch/error": worst.share, "watch/worst": f"{worst.name} of {worst.place()}"}
                 wrong += [f"{x.name} of {x.place()} is {x.error:.3g} off" for x in verdicts if not x.passes]
         if wrong:

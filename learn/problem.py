@@ -101,18 +101,17 @@ def prepared(problem: Problem, algorithm: str, backward: bool, blocks: tuple[int
         tensors = {name: matrix.tensor for name, matrix in forward.slow.items()}
         tensors |= {"dO": do} | {name: torch.zeros(N, d) for name in ("dQ", "dK", "dV")}
         if algorithm == "standard":
-            tensors |= {"dS": torch.zeros(N, N)}
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in ("O", "S")}
+            tensors["dS"] = torch.zeros(N, N)
+            del tensors["O"], tensors["S"]
         if algorithm == "flash_2":
-            tensors |= {"D": torch.zeros(N, 1)}
+            tensors["D"] = torch.zeros(N, 1)
     else:
         tensors = {"Q": q, "K": k, "V": v, "O": torch.zeros(N, d)}
-        for_backward: dict[str, Tensor] = {
+        tensors |= {  # what the backward pass needs
             "standard": {"S": torch.zeros(N, N), "P": torch.zeros(N, N)},
             "flash_1": {"l": torch.zeros(N, 1), "m": torch.full((N, 1), lowest(q.dtype))},
             "flash_2": {"lse": torch.zeros(N, 1)},
         }[algorithm]
-        tensors |= for_backward
     traffic, see, keep = Traffic(), problem.visible(), problem.dropout_factors()
     slow = SlowMemory({name: Slow(tensor, traffic) for name, tensor in tensors.items()})
     arguments = {"hbm": slow, "see": lambda i, j: see[i, j], "keep": lambda i, j: keep[i, j]}

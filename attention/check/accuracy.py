@@ -9,7 +9,7 @@ from functools import partial
 from .cases import Case
 from .formula import RESULTS
 from .grid import groups
-from .judge import Verdict
+from .judge import Verdict, worst_of
 from .plan import Plan, Planned
 from .program import crashing, inaccurate
 from .results import USUAL, Refused, Way, verdicts
@@ -64,7 +64,7 @@ class Accuracy:
         if isinstance(result, str):
             self.refused[group].append(result)
             return
-        verdict = max(result, key=lambda verdict: verdict.share)
+        verdict = worst_of(result)
         self.calls[group] += 1
         self.failed[group] += not verdict.passes
         self.unjudged[group] += sum(verdict.unjudged for verdict in result)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .calls import weights_shown
 from .cases import Case, draw, problem
-from .judge import judge
+from .judge import judge, worst_of
 from .program import calling
 from .results import Refused, judged, results
 from .run import Failure, Line, Session, failed
@@ -140,7 +140,7 @@ def replay(session: Session) -> Line:
             except Refused:
                 continue
             calls += 1
-            worst = max(verdicts, key=lambda v: v.share)
+            worst = worst_of(verdicts)
             share = max(share, worst.share)
             if not worst.passes:
                 bad = next(v for v in verdicts if not v.passes)

@@ -7,7 +7,7 @@ row of the formula in the same precision: twice for out and lse, three times for
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -63,6 +63,11 @@ class Verdict:
             return f"entry {list(self.row)}"
         of = "key" if self.name in ("dk", "dv") else "query"
         return f"sequence {self.row[0]}, head {self.row[1]}, {of} {self.row[2]}"
+
+
+def worst_of(verdicts: Iterable[Verdict]) -> Verdict:
+    """The one with the largest share."""
+    return max(verdicts, key=lambda verdict: verdict.share)
 
 
 class Errors(NamedTuple):

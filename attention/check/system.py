@@ -10,6 +10,7 @@ from torch import Tensor
 from .behaviour import same
 from .calls import results_of
 from .cases import DTYPES, Case, Inputs, draw
+from .judge import worst_of
 from .program import calling
 from .results import Refused, judged, results, short
 from .run import Line, Session, failed
@@ -74,7 +75,7 @@ def compilation(session: Session) -> Line:
         compiled = results_of(lambda: call(*leaves.values()), leaves if session.gradients else {}, inputs.do)
     except Exception as error:  # Python may use features that a graph lacks
         return Line("compilation", "note", f"torch.compile(fullgraph=True): {short(error)}", 1)
-    worst = max(judged(session.subject, case, inputs, compiled), key=lambda v: v.share)
+    worst = worst_of(judged(session.subject, case, inputs, compiled))
     if worst.passes:
         return Line("compilation", "ok", f"one graph, within rounding ({worst.share:.2f})", 1, worst.share)
     what = f"compiled, {worst.name} of {worst.place()} is {worst.error:.3g} off ({case.words()})"
@@ -118,7 +119,7 @@ def graph(session: Session) -> Line:
         return failed(name, what, case, "\n".join(lines))
     if all(same(x, expected[name]) for name, x in made.items()):
         return Line(name, "ok", "bit for bit", 1)
-    worst = max(judged(subject, case, other, made), key=lambda v: v.share)
+    worst = worst_of(judged(subject, case, other, made))
     if worst.passes:
         return Line(name, "ok", "within rounding, not bit for bit", 1, worst.share)
     what = f"{worst.name} of {worst.place()} is {worst.error:.3g} off ({case.words()})"
@@ -140,7 +141,7 @@ def large(session: Session) -> Line:
         for b in (0, case.B // 2, case.B - 1):
             one = Inputs(*(x[b : b + 1] for x in (inputs.q, inputs.k, inputs.v, inputs.do)))
             of_one = {name: x if x is None else x[b : b + 1] for name, x in got.items()}
-            worst = max(judged(subject, replace(case, B=1), one, of_one), key=lambda v: v.share)
+            worst = worst_of(judged(subject, replace(case, B=1), one, of_one))
             if not worst.passes:
                 what = f"{worst.name} of sequence {b} is {worst.error:.3g} off ({case.words()})"
                 return failed(name, what, case, share=worst.share)
