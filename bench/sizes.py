@@ -28,7 +28,7 @@ DOCSTRING = re.compile(r'(?:\A|:(?: *#.*)?\n)\s*r?"""')  # of a module, or after
 # Most code tokens of each package; a package within another does not count there again.
 BUDGETS = {
     "attention/check": 32_900,
-    "attention/flash": 72_800,
+    "attention/flash": 72_850,
     "attention": 46_700,
     "mixers": 11_100,
     "model": 23_600,

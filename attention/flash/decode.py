@@ -131,7 +131,7 @@ def decode_kernel(
     Without partial results the program writes out and lse itself.
     """
     PAGE: tl.constexpr = BLOCKS.page
-    if PAGE is None:
+    if PAGE is None:  # of the keys as a replay has them: a cache may be made anew for each token
         capacity = k.shape[2]
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
@@ -312,8 +312,10 @@ def run_decode(
 
     cache   k, v, lengths and pages, as `present` gives them
     inputs  slopes and sinks, (H,) fp32, where the score has them, and a formula's values
-    alike   `likeness_of_cache` of q and the cache, where there are no inputs
+    alike   `likeness_of_cache` of q and the cache, if known already; only where there are no inputs
     """
+    if not inputs and alike is None:
+        alike = likeness_of_cache(q, cache)
     return replayed(compute_decode, (q, *cache, *inputs), spec, len(cache), alike=alike)
 
 

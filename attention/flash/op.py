@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd.function import once_differentiable
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .. import gpu
 from ..decode.cache import Cache
@@ -323,9 +325,15 @@ def flash_from_text(
 flash = custom_operator("flash", flash_from_text, None)
 
 
+def is_selectively_recomputed() -> bool:
+    """Whether torch's selective checkpointing watches this call. It sees operators alone."""
+    modes = _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else []
+    return any(type(mode).__module__ == checkpoint.__name__ for mode in modes)
+
+
 def asked_alone(given: dict[str, Any]) -> tuple[Score, float | None] | None:
     """The score and the scale of a call that is given nothing else, and that no compiler or mode of torch watches."""
-    if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or _len_torch_dispatch_stack() or not HAS_TRITON:
         return None
     for name, x in given.items():
         if x is not None and x is not ONE_DOCUMENT and name not in {"score", "scale", "return_lse"}:
@@ -458,7 +466,7 @@ class FlashAttention(Attention):
         if may_skip and Problem(spec, D, q.dtype, q.shape[2], k.shape[2], (0, 0)).has_horizons:
             inputs = inputs._replace(horizons=horizons(q.detach(), k.detach(), inputs, spec, compiling))
         present = inputs.present()
-        if compiling or _len_torch_dispatch_stack():  # selective recomputation sees operators alone
+        if compiling or is_selectively_recomputed():
             out, lse, _ = flash(q, k, v, present, spec.text(), *positions)
         elif torch.is_grad_enabled():
             out, lse, _ = Flash.apply((spec, *positions), q, k, v, *present)
@@ -480,10 +488,7 @@ class FlashAttention(Attention):
         tensors = kernels_inputs(call, call.spec).present()
         if compiling:
             return AttentionOutput(*flash_decode(q, [*cache], tensors, call.spec.text()))
-        given = present(cache)
-        return AttentionOutput(
-            *run_decode(q, given, tensors, call.spec, None if tensors else likeness_of_cache(q, given))
-        )
+        return AttentionOutput(*run_decode(q, present(cache), tensors, call.spec))
 
 
 def kernels_inputs(call: Call, spec: Spec) -> Inputs:
