@@ -212,8 +212,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"eval.py is one process, and {size} ranks were started; start it without torchrun.")
     run, every = Path(config.run).expanduser(), list[Measured]()
     with oom_guard(too_large(config)):
-        of_text_itself = data is not None or config.tasks is None
-        loaded = load_any(run, config, config.seq_len, documents=of_text_itself)
+        loaded = load_any(run, config, config.seq_len, documents=data is not None or config.tasks is None)
         try:
             for one in (texts_and_tasks if config.probes is None else probes)(config, data, loaded):
                 every.append(one._replace(name=" ".join([one.name, *settings(config, data)])))

@@ -121,8 +121,7 @@ class Score:
         An option's tensor is (H,). A formula's tensors can have a batch before their axes.
         """
         steps = self.steps()
-        named = {} if steps is None else dict(steps.axes)
-        return named | {tensor.name: ("head",) for tensor in self.head_tensors}
+        return ({} if steps is None else dict(steps.axes)) | {tensor.name: ("head",) for tensor in self.head_tensors}
 
 
 NAMES = tuple(option.name for option in fields(Score) if option.init)  # of Score's arguments

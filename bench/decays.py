@@ -27,7 +27,7 @@ PERCENTILES = torch.tensor([0.1, 0.5, 0.9])
 @torch.no_grad()
 def half_lives(trained: Trained, text: str) -> list[Tensor]:
     """Of each layer with a decay (3, H): percentiles of the tokens after which half of a state is left."""
-    found: list[Tensor] = []
+    found = []
 
     def recorded(*tensors: Tensor, **options: Any) -> Any:
         if (log_decay := options["log_decay"]) is not None:

@@ -51,7 +51,7 @@ def interleaved(
     seconds       to spend on each, within MIN_SAMPLES and MAX_SAMPLES
     """
     samplers = {name: Sampler(prepare, device, seconds) for name, prepare in candidates.items()}
-    failed: dict[str, Exception] = {}
+    failed = {}
     for round_ in range(ROUNDS + 1):
         for name in random.Random(round_).sample(list(samplers), len(samplers)):
             if name in failed:

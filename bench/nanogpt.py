@@ -45,7 +45,7 @@ def measure(checkout: Path, shape: str, dropout: float) -> Row:
     settings = {"batch_size": batch, "block_size": seq_len, "real_data": False, "dtype": "bfloat16", "compile": True}
     command = [sys.executable, "-c", CHILD, str(dropout), *(f"--{name}={value}" for name, value in settings.items())]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
-    row: Row = {"shape": shape, "dropout": dropout}
+    row = {"shape": shape, "dropout": dropout}
     took, peak = TIME.search(done.stdout), PEAK.search(done.stdout)
     if done.returncode or not took or not peak:
         if "OutOfMemoryError" in done.stderr:

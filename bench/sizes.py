@@ -28,11 +28,11 @@ DOCSTRING = re.compile(r'(?:\A|:(?: *#.*)?\n)\s*r?"""')  # of a module, or after
 # Most code tokens of each package; a package within another does not count there again.
 BUDGETS = {
     "attention/check": 32_900,
-    "attention/flash": 72_850,
+    "attention/flash": 73_000,
     "attention": 46_700,
     "mixers": 11_100,
     "model": 23_600,
-    "data": 18_160,
+    "data": 18_000,
     "recipe/run": 27_150,
     "recipe/training": 17_200,
     "recipe/distributed": 12_150,

@@ -183,8 +183,7 @@ class Counting(Task):
         letters = (draws.below(self.LETTERS, 1) + np.arange(T)) % self.LETTERS
         inputs = np.repeat(letters, counts)[:T][::-1]
         asked = counts[: T // self.LONGEST]
-        ends = T - 1 - (np.cumsum(asked) - asked)
-        return asking(inputs, ends, self.LETTERS + asked - 1, asked - 1)
+        return asking(inputs, T - 1 - (np.cumsum(asked) - asked), self.LETTERS + asked - 1, asked - 1)
 
 
 TASKS: dict[str, Task] = {task.name: task for task in (AssociativeRecall(), Induction(), Needle(), Counting())}

@@ -61,7 +61,7 @@ def as_images(text: str) -> str:
 
 def keep_columns(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Docstrings are plain text: paragraphs stay paragraphs, and arguments aligned in columns stay aligned."""
-    written: list[str] = []
+    written = []
     for paragraph in "\n".join(lines).strip("\n").split("\n\n"):
         if re.search(r"\S {2,}\S|^ ", paragraph, re.MULTILINE):
             written += [".. code-block:: text", "", *[f"   {line}" for line in paragraph.splitlines()], ""]

@@ -6,7 +6,6 @@ fla.py        the kernels of the package flash-linear-attention, on NVIDIA GPUs
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +48,7 @@ def mix(
     """
     if mixer not in IMPLEMENTATIONS:
         raise MixerError(f"mixer={mixer} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}.")
-    compute: Any = IMPLEMENTATIONS[mixer]
+    compute = IMPLEMENTATIONS[mixer]
     if unit and mixer == "fla" and recurrence.delta:
         compute = partial(fla, unit=True)
     elif unit:

@@ -154,7 +154,7 @@ class SelfAttention(nn.Module):
         if self.value_weights is None:
             return v
         weights = self.value_weights.to(v.dtype)
-        others: list[Tensor] = []
+        others = []
         if self.mixes_first:
             assert around.first_values is not None
             others.append(around.first_values)

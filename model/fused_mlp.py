@@ -152,7 +152,7 @@ def description(product: Product, aux: Tensor, bias: Tensor | None) -> Iterator[
     """A product's description for one call, with the addresses of its further tensors."""
     library, made = load(), Pointer()
     check(library.cublasLtMatmulDescCreate(ctypes.byref(made), COMPUTE_32F, R_32F))
-    attributes: dict[int, Any] = {
+    attributes = {
         TRANSPOSE_A: ctypes.c_int(product.transpose_a),
         EPILOGUE: ctypes.c_int(product.epilogue),
         AUX_STRIDE: ctypes.c_int64(product.m),

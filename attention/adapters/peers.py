@@ -5,7 +5,7 @@ dropout. Documents are passed as successive sequences of variable length, so key
 import importlib
 import inspect
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ class VarlenAttention(Attention):
         super().__init__(config)
         if config.dropout > 0:
             raise no_dropout(self.name, config.dropout)
-        module: Any = importlib.import_module("torch.nn.attention.varlen")
+        module = importlib.import_module("torch.nn.attention.varlen")
         if "enable_gqa" not in inspect.signature(module.varlen_attn).parameters:
             raise UnsupportedAttention(
                 f"{{}} needs torch.nn.attention.varlen of torch 2.12 or newer, and this is torch {torch.__version__}; "

@@ -52,7 +52,7 @@ class Accuracy:
 
     def done(self, job: Job, result: list[Verdict] | str | Ended) -> None:
         """Record the result of a job."""
-        planned: Planned = job.keywords["planned"]
+        planned = job.keywords["planned"]
         group, case = planned.group, planned.case
         if isinstance(result, Ended):
             if result.why:
@@ -130,7 +130,7 @@ class Accuracy:
     def show(self, runner: Runner, wrong: list[Line]) -> None:
         """Reduce the worst failures to small cases, and add them to their lines."""
         wrong = sorted(wrong, key=lambda line: -self.worst[line.name][1].share)[:SHOWN]
-        shown: dict[Verdict, Failure] = {}
+        shown = {}
 
         def jobs() -> Iterator[Job]:
             for line in wrong:

@@ -199,8 +199,7 @@ def evaluate(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem) -> P
     joined = s
     if problem.sinks is not None:
         joined = torch.cat([s.to(wide), problem.sinks.to(wide)[:, None, None].expand(*s.shape[:3], 1)], dim=-1)
-    empty = ~problem.seen.any(dim=-1, keepdim=True)
-    weights = joined.softmax(dim=-1).masked_fill(empty, 0.0)
+    weights = joined.softmax(dim=-1).masked_fill(~problem.seen.any(dim=-1, keepdim=True), 0.0)
     p, p_sink = weights[..., :S], None if problem.sinks is None else weights[..., S:]
     kept = p if problem.keep is None else torch.where(problem.keep, p * problem.keep_scale, 0.0)
     out = kept.to(dtype) @ v

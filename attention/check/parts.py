@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import behaviour, dropout, system
 from .cases import Case
@@ -72,5 +72,5 @@ def run_part(session: Session, name: str, deadline: float) -> list[Line]:
     session.progress(name, 0.0)
     if name in OF_SOFTMAX and session.subject.standard() is not None:
         return [Line(name, "skip", "judges softmax attention alone")]
-    made: Any = PARTS[name].run(session)
+    made = PARTS[name].run(session)
     return [made] if isinstance(made, Line) else list(made)

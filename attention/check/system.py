@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +69,7 @@ def compilation(session: Session) -> Line:
     leaves = {f"d{name}": getattr(inputs, name).detach() for name in "qkv"}
     torch._dynamo.reset()
     backend = "inductor" if session.device.type == "cuda" else "aot_eager"
-    call: Any = torch.compile(session.subject.prepared(case, inputs), fullgraph=True, backend=backend)
+    call = torch.compile(session.subject.prepared(case, inputs), fullgraph=True, backend=backend)
     try:
         compiled = results_of(lambda: call(*leaves.values()), leaves if session.gradients else {}, inputs.do)
     except Exception as error:  # Python may use features that a graph lacks

@@ -11,7 +11,7 @@ def derivatives(output: Node, inputs: Sequence[Node]) -> list[Node]:
 
     At a corner of max or min the first argument's derivative counts; at that of abs it is 0.
     """
-    total: dict[Node, Node] = {output: number(1.0)}
+    total = {output: number(1.0)}
     for x in reversed(topological([output])):
         if x in total and x.kind == "real":
             for y, term in zip(x.args, pulled_back(total[x], x), strict=False):

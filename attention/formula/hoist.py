@@ -95,7 +95,7 @@ class CallPlace(NamedTuple):
     def leaves(self, stage: str, far: int | None, names: Sequence[str]) -> dict[str, Any]:
         """The leaves `names` for a stage, in shapes that broadcast to (B, H, length), or for pairs to (B, H, T, S)."""
         device, last = self.device, (1, 1) if stage == "pair" else (1,)
-        leaves: dict[str, Any] = {}
+        leaves = {}
         if "h" in names:
             leaves["h"] = torch.arange(self.sizes[1], device=device).view(-1, *last)
         if "b" in names:

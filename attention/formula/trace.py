@@ -69,7 +69,7 @@ class Tensor:
 
 def trace(function: Callable) -> str:
     """The text of the formula that a function computes. Raises FormulaError."""
-    arguments: dict[str, Any] = {}
+    arguments = {}
     for name in inspect.signature(function).parameters:
         if name in TAKEN or name in CALLS or name.startswith("_"):
             raise FormulaError(f"{{}} cannot call a tensor {name}.", Option("formula"))

@@ -49,7 +49,7 @@ def candidates(device: torch.device) -> dict[str, tuple[int, Attend]]:
     token, k, v = torch.randn(3, B, H, T, D, device=device, dtype=torch.bfloat16)
     cache = Cache(k, v, torch.full((B,), T, dtype=torch.int32, device=device))
     cudnn = torchs(SDPBackend.CUDNN_ATTENTION)
-    calls: dict[str, tuple[int, Attend]] = {
+    calls = {
         "flash": (H, lambda q, k, v: plain(q, k, v).out),
         "flash, window": (H, lambda q, k, v: plain(q, k, v, score=window).out),
         "flash, dropout 0.1": (H, lambda q, k, v: drops(q, k, v, dropout_key=key).out),

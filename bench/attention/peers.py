@@ -150,8 +150,7 @@ def ours(label: str, config: AttentionConfig) -> Candidate:
     """An implementation that replays its masks."""
 
     def path(problem: Problem) -> str | None:
-        attend = build_attention(replace(config, dropout=problem.dropout))
-        return attend.path(attention_shape(problem), problem.T)
+        return build_attention(replace(config, dropout=problem.dropout)).path(attention_shape(problem), problem.T)
 
     return Candidate(label, from_registry(config), True, path)
 

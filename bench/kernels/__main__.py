@@ -59,7 +59,7 @@ def growth(kernel: Kernel, report: Report, bound: Figures) -> Iterator[str]:
 
 def renewed(record: Record, today: dict[str, Kernel], reports: dict[str, Report], version: str) -> Record:
     """The record of today's kernels with new reports. The old figures of changed kernels become bounds."""
-    entries: dict[str, Entry] = {}
+    entries = {}
     for name, kernel in today.items():
         entry = record.kernels.get(name, Entry(kernel.sources, {}))
         versions = dict(entry.versions)

@@ -34,8 +34,7 @@ def one_of_each_kind() -> list[str]:
     """The first kernel of each group and kind, the first two words of its name: for short sequences, where there are
     such kernels, because they compile in a quarter of the time."""
     ordered = sorted(kernels(), key=lambda name: "-short/" not in name)
-    first = {tuple(name.split("/")[:2]): name for name in reversed(ordered)}
-    return list(first.values())
+    return list({tuple(name.split("/")[:2]): name for name in reversed(ordered)}.values())
 
 
 def compile_all(names: Sequence[str]) -> Iterator[tuple[str, Report]]:

@@ -44,7 +44,7 @@ def _sound(runs: Sequence[Run], name: str) -> list[dict[str, Any]]:
 
 def _heat_chart(curves: Curves, name: str) -> Chart | None:
     recorded = {label: _sound(runs, name) for label, runs in curves.items()}
-    maps: dict[str, Heat] = {  # the mean over the seeds, of those with the lengths of the first
+    maps = {  # the mean over the seeds, of those with the lengths of the first
         label: np.mean([x["accuracy"] for x in details if np.array_equal(x["lengths"], details[0]["lengths"])], 0)
         for label, details in recorded.items()
         if details

@@ -246,7 +246,7 @@ class Judge:
             raise InvalidError(last_line(folder))
         if summary.get("status") != "completed" and summary.get("non_finite_step") is None:
             raise RefereeError(f"the run in {folder} failed: {last_line(folder)}")
-        measured: dict[str, Any] = {"bits_per_byte": math.nan}
+        measured = {"bits_per_byte": math.nan}
         if summary["status"] == "completed":
             if python(tree, folder, "recipe.infer.evaluation.audited", str(folder)):
                 raise RefereeError(f"the checkpoint in {folder} cannot be evaluated: {last_line(folder)}")

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def referee_tables(nights: int) -> list[str]:
     """Nights of edits that change nothing, and of one gain."""
-    null: list[tuple[str, Noise, float]] = [
+    null = [
         ("change nothing", draw_normal, 0.0),
         ("the same, heavy tails: t(4)", draw_heavy, 0.0),
         ("the same, all paired with the same runs of the best", draw_shared, 0.0),

@@ -100,7 +100,7 @@ class Counter:
 
     def finish(self) -> Tensor:
         """The sum of all terms; the counter is empty afterwards."""
-        total: Tensor | None = None
+        total = None
         for earlier in self.levels:
             if earlier is not None:
                 total = earlier if total is None else earlier.add_(total)

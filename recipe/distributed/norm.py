@@ -50,7 +50,7 @@ class Norm:
         mesh = next((p.device_mesh for p in self.parameters if isinstance(p, DTensor)), None)
         self.ranks, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
         self.shares: dict[nn.Parameter, range] = {}  # the places of the norms that this rank takes of what it has
-        undivided: dict[nn.Parameter, range] = {}
+        undivided = {}
         self.count = 0
         for p in self.parameters:
             sharded = isinstance(p, DTensor) and p.placements[0].is_shard()

@@ -90,7 +90,7 @@ class Stacks:
 
 def stacks(shapes: Sequence[torch.Size], most: int) -> list[list[int]]:
     """The indices of matrices of one shape, at most so many elements together."""
-    made: list[list[int]] = []
+    made = []
     for shape in dict.fromkeys(shapes):
         same, count = [i for i, other in enumerate(shapes) if other == shape], max(1, most // shape.numel())
         made += [same[i : i + count] for i in range(0, len(same), count)]

@@ -115,7 +115,7 @@ def is_ignored(line: str) -> bool:
 
 def without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A recorded configuration without the removed options whose value may be ignored."""
-    remaining: dict[str, Any] = {}
+    remaining = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
         if value in IGNORED.get(key, ()):
@@ -128,7 +128,7 @@ def without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def removed_options(values: dict[str, Any], prefix: str = "") -> list[str]:
     """A sentence for each removed option of a recorded configuration."""
-    sentences: list[str] = []
+    sentences = []
     for name, value in values.items():
         if (sentence := refusal(f"{prefix}{name}")) is not None:
             sentences.append(sentence)

@@ -93,7 +93,7 @@ class WandbThread:
     def _mirror(self, earlier: list[Line]) -> None:
         run = self._start()
         first_step = step = run.step  # the steps that W&B already has of a resumed online run
-        waiting: list[Line | bool] = [*earlier]
+        waiting = [*earlier]
         while not isinstance(item := waiting.pop(0) if waiting else self._lines.get(), bool):
             step, metrics = item
             if step >= first_step:

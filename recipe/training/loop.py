@@ -162,7 +162,7 @@ def train_steps(run: Run, batches: Iterator[Batch]) -> int:
         meter.step_start()
         with meter.waiting_for_data(), record_function("data"):
             micro_batches = [next(batches) for _ in range(trainer.micro_steps)]
-        metrics: dict[str, Any] = {}
+        metrics = {}
         if run.probe is not None and run.probe.is_due(step):
             with meter.paused():
                 metrics = compare(run.probe, trainer, step, micro_batches[0])

@@ -81,7 +81,7 @@ class Found:
     def metrics(self) -> dict[str, Any]:
         """As `check_layers` returns them."""
         metrics: dict[str, Any] = {}
-        worst: list[Line] = []
+        worst = []
         for name, lines in self.lines.items():
             if judged := [line for line in lines if "watch/error" in line]:
                 worst.append(max(judged, key=share))

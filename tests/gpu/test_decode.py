@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from attention import Cache, Score
 from tests.attention.reference import build
@@ -36,13 +35,13 @@ def flash():
     return build("flash")
 
 
-def tensors(H, H_kv, T, D, dtype) -> tuple[Tensor, Cache]:
+def tensors(H, H_kv, T, D, dtype):
     """Queries, and a cache of LENGTHS whose other slots hold NaN."""
     k, v, lengths, _ = contiguous(LENGTHS, 1536, H_kv, D, dtype)
     return queries(len(LENGTHS), H, T, D, dtype).cuda(), Cache(k.cuda(), v.cuda(), lengths.cuda())
 
 
-def cloned(cache) -> Cache:
+def cloned(cache):
     pages = None if cache.pages is None else cache.pages.clone()
     return Cache(cache.k.clone(), cache.v.clone(), cache.lengths.clone(), pages)
 
@@ -59,7 +58,7 @@ def test_error_of_every_score(name, H, H_kv):
     assert_accurate(H, H_kv, 64, torch.bfloat16, SCORES[name])
 
 
-def assert_accurate(H, H_kv, D, dtype, score) -> None:
+def assert_accurate(H, H_kv, D, dtype, score):
     for T in (1, 3):
         q, cache = tensors(H, H_kv, T, D, dtype)
         assert_exact(q, cache, score, flash().decode(q, cache, **extras(score, q)).out)

@@ -29,7 +29,7 @@ EACH_PATH = pytest.mark.parametrize(
 
 # Nearly all of the time goes into compiling. Each pair of a head size, a kind of score, a mask and dropout is tested,
 # but not each combination; rates of dropout and windows are few, because kernels are compiled for these numbers.
-def alternating(first, second) -> list[tuple[Any, Any, float]]:
+def alternating(first, second):
     """Each pair, with dropout in every second."""
     return [(x, y, 0.17 * ((n + m) % 2)) for n, x in enumerate(first) for m, y in enumerate(second)]
 
@@ -39,7 +39,7 @@ def flash(dropout=0.0, path=KernelPath.plain, **options):
     return build_attention(AttentionConfig("flash", dropout=dropout, path=path, **options))
 
 
-def grid() -> list[Case]:
+def grid():
     """Every head size with every pair of lengths, swapped in half of the cases unless that leaves a single key; of
     causal or not and dropout or not, each head size with two combinations and each pair of lengths with all four.
 
@@ -56,7 +56,7 @@ def grid() -> list[Case]:
     return cases
 
 
-def name_of(case) -> str:
+def name_of(case):
     return f"{case.H}:{case.H_kv}-{case.T}x{case.S}-{case.D}"
 
 
@@ -210,7 +210,7 @@ def test_a_compiled_function_is_one_graph_for_every_step(path):
             torch.testing.assert_close(got, expected)
 
 
-def memory_of(attend, D) -> int:
+def memory_of(attend, D):
     """The bytes that a call with 16,384 tokens of 2,048 channels and its backward pass allocate at most."""
     shape = (1, 2048 // D, 16384, D)
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from attention import KernelPath, Score
 from tests.attention.formulas import FORMULAS, KINDS, assert_right, draw
@@ -85,7 +84,7 @@ def test_fp32_is_as_accurate_as_fp32(text):
     assert_right(problem, flash(problem.dropout), torch.float32, device="cuda")
 
 
-def drawn(text, seed) -> list[Tensor]:
+def drawn(text, seed):
     """q, k and v, the formula's tensors, and the gradient of out."""
     torch.manual_seed(seed)
     B, H, T, D = 2, 4, 2000, 64
@@ -93,7 +92,7 @@ def drawn(text, seed) -> list[Tensor]:
     return [*(x.requires_grad_() for x in (q, k, v, *(x.cuda() for x in FORMULAS[text](B, H, T).values()))), do]
 
 
-def run(text, path, inputs, key) -> list[Tensor]:
+def run(text, path, inputs, key):
     """out and all gradients."""
     (*leaves, do), score = inputs, Score(formula=text)
     tensors = dict(zip(score.tensors(), leaves[3:], strict=True))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from attention import AttentionConfig, ProductPrecision, build_attention
 from attention.gpu import capturing
@@ -32,7 +31,7 @@ def build(
     precision=ProductPrecision.inputs,
     dtype=torch.float32,
     seq_len=512,
-) -> GPT:
+):
     torch.manual_seed(0)
     attend = build_attention(AttentionConfig(name, precision=precision))
     model = GPT(config, VOCABULARY, seq_len, attend, Computation(device=device, dtype=dtype), score=score)
@@ -40,7 +39,7 @@ def build(
     return model.eval().to(device)
 
 
-def served(model, given, sampling, limit=60, **options: Any) -> list[list[int]]:
+def served(model, given, sampling, limit=60, **options: Any):
     engine = Engine(model, [Request(prompt, limit) for prompt in given], sampling, **options)
     for _ in engine.run():
         pass
@@ -48,7 +47,7 @@ def served(model, given, sampling, limit=60, **options: Any) -> list[list[int]]:
 
 
 @torch.no_grad()
-def shortfalls(model, prompt, found) -> Tensor:
+def shortfalls(model, prompt, found):
     """The distance of each generated token's logit from the largest, with the whole text through the model."""
     logits = model(torch.tensor([[*prompt, *found[:-1]]], device="cuda"))[0, len(prompt) - 1 :].float()
     return logits.amax(dim=1) - logits.gather(1, torch.tensor(found, device="cuda")[:, None])[:, 0]

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from attention import AttentionConfig, AttentionOutput, KernelPath, Score, build_attention, keep_mask
 from attention.flash.hopper.configs import forward_blocks
@@ -40,7 +39,7 @@ def flash(dropout=0.0, path=KernelPath.hopper):
     return build_attention(AttentionConfig("flash", dropout=dropout, path=path))
 
 
-def take_kernels_of(length, monkeypatch) -> None:
+def take_kernels_of(length, monkeypatch):
     """Calls of every length get the forward kernel of this one."""
     monkeypatch.setattr(
         "attention.flash.hopper.forward.forward_blocks",
@@ -48,7 +47,7 @@ def take_kernels_of(length, monkeypatch) -> None:
     )
 
 
-def grid(lengths=LENGTHS, head_sizes=HEAD_SIZES) -> list[Case]:
+def grid(lengths=LENGTHS, head_sizes=HEAD_SIZES):
     """Each pair of lengths causal and full, of which one drops, with two head sizes and numbers of heads in turn."""
     cases = []
     for n, (T, S) in enumerate(lengths):
@@ -58,14 +57,14 @@ def grid(lengths=LENGTHS, head_sizes=HEAD_SIZES) -> list[Case]:
     return cases
 
 
-def run(attend, q, k, v, do) -> tuple[Tensor, ...]:
+def run(attend, q, k, v, do):
     """out, dq, dk, dv."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = attend(q, k, v).out
     return out.detach(), *torch.autograd.grad(out, (q, k, v), do)
 
 
-def assert_repeats(results) -> None:
+def assert_repeats(results):
     """500 repeats, launched without a pause, in memory full of NaN and beside other work on the GPU, are equal."""
     first, other = tuple(results()), torch.cuda.Stream()
     x = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)

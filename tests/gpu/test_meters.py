@@ -13,7 +13,7 @@ def device():
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def meter(device, tokens=1000, flops=2e6) -> StepMeter:
+def meter(device, tokens=1000, flops=2e6):
     """Of steps of so many tokens, each of which takes so many FLOPs, or half of them if hidden keys do not count."""
     return StepMeter(
         device,

@@ -8,7 +8,7 @@ from triton.runtime.autotuner import Autotuner
 from bench.mixers import first_configurations, packages_layer
 from mixers import MixerError
 from mixers.cases import Case
-from mixers.check import RECURRENCES, Subject, judge, named
+from mixers.check import RECURRENCES, judge, named
 from mixers.layers import MIXERS, build_mixer
 
 pytest.importorskip("fla.layers", reason="needs the package flash-linear-attention")
@@ -48,12 +48,12 @@ def no_tuning():
         yield
 
 
-def distance(found, expected) -> float:
+def distance(found, expected):
     """The norm of the difference, over that of what is expected."""
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def right(name) -> Subject:
+def right(name):
     """The package's kernels, skipped where they refuse to run."""
     try:
         return named(f"fla-{name}", CUDA)

@@ -19,13 +19,12 @@ from recipe.training.optimizer import ScheduleConfig
 from recipe.training.options import TrainingConfig
 from recipe.training.parity import beyond_rounding
 from recipe.training.parity_probe import ParityConfig, ParityProbe
-from recipe.training.step import Trainer
 from tests.equal import assert_equal
 
 VOCAB, B, T, H, D = 1000, 4, 256, 2, 64
 
 
-def clear_memory() -> None:
+def clear_memory():
     """Free what earlier trainers left: compiled code and its caches hold on to models and their graphs' memory."""
     torch._dynamo.reset()
     gc.collect()
@@ -37,7 +36,7 @@ def cleared():
     clear_memory()
 
 
-def shape(device, dtype=torch.bfloat16) -> AttentionShape:
+def shape(device, dtype=torch.bfloat16):
     return AttentionShape(head_dim=D, n_heads=H, n_kv_heads=H, dtype=dtype, device=device)
 
 
@@ -46,7 +45,7 @@ def device():
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def trainer(device, attention, precision=Precision.bf16, **options) -> Trainer:
+def trainer(device, attention, precision=Precision.bf16, **options):
     torch.manual_seed(0)
     size = GPTConfig(n_layers=2, n_heads=H, n_embd=H * D, dropout=0.1)
     model = GPT(size, VOCAB, T, build_attention(attention), Computation(device=device))
@@ -54,7 +53,7 @@ def trainer(device, attention, precision=Precision.bf16, **options) -> Trainer:
     return build_trainer(Config(7, schedule=ScheduleConfig(warmup_steps=2), training=training), model, device, World())
 
 
-def batch(step, device) -> Batch:
+def batch(step, device):
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCAB, (B, 1), generator=generator) * torch.arange(1, T + 2) % VOCAB  # something to learn
     return Batch(tokens[:, :-1].to(device), tokens[:, 1:].to(device))

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from attention.gpu import capturing
@@ -13,7 +12,7 @@ from tests.gpu.needs import A_HOPPER_GPU, TWO_GPUS
 pytestmark = A_HOPPER_GPU
 
 
-def random(*shape: int, seed=1, device="cuda", dtype=torch.bfloat16) -> Tensor:
+def random(*shape: int, seed=1, device="cuda", dtype=torch.bfloat16):
     generator = torch.Generator(device).manual_seed(seed)
     return (0.3 * torch.randn(shape, generator=generator, device=device)).to(dtype)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import AttentionConfig, UnsupportedAttention, build_attention
@@ -21,12 +21,12 @@ def active():
     nn.attention.restore_flash_attention_impl()
 
 
-def sdpa(q, k, v) -> Tensor:
+def sdpa(q, k, v):
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def tensors() -> list[Tensor]:
+def tensors():
     generator = torch.Generator("cuda").manual_seed(0)
     return [torch.randn(2, 4, 515, 64, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
 

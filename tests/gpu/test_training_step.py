@@ -23,7 +23,7 @@ from recipe.run.config import Config
 from recipe.training.device import Precision
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 from recipe.training.options import TrainingConfig
-from recipe.training.step import WARMUP_CALLS, Trainer
+from recipe.training.step import WARMUP_CALLS
 from tests.equal import assert_equal
 from tests.gpu.needs import TWO_GPUS
 
@@ -39,7 +39,7 @@ def trainer(
     rng=DropoutRng.replay,
     replayed=True,
     **options: Any,
-) -> Trainer:
+):
     config = TrainingConfig(steps=20, batch_size=B, precision=Precision.bf16, compile=True, **options)
     torch.manual_seed(0)
     attention_config = AttentionConfig(name=attention, dropout=0.1, rng=rng)
@@ -57,12 +57,12 @@ def trainer(
     return built
 
 
-def batch(step, micro_steps=1) -> list[Batch]:
+def batch(step, micro_steps=1):
     tokens = torch.randint(VOCAB, (micro_steps, 2, B, T), generator=torch.Generator().manual_seed(step)).to(DEVICE)
     return [Batch(inputs, targets) for inputs, targets in tokens]
 
 
-def assert_same_update(launched, replayed, step, batches) -> None:
+def assert_same_update(launched, replayed, step, batches):
     expected, given = launched.update(step, batches), replayed.update(step, batches)
     for name, value in expected.items():
         assert float(value) == float(given[name]), f"{name} of step {step}"

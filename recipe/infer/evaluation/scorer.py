@@ -132,7 +132,7 @@ class Scorer:
     def _score(self, requests: Sequence[tuple[list[int], list[int]]], label: str) -> list[tuple[float, bool]]:
         """The score of each (context, continuation) in tokens."""
         longest = self.model.max_length
-        results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        results = [(0.0, True)] * len(requests)
         # The longest first, so that a batch too large for the memory fails at once.
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
         with progress(label, len(order)) as advance:

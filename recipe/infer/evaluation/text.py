@@ -34,8 +34,8 @@ class Text:
 
 def tokenised(rows: Iterable[Row], model: LanguageModel, most: int | None = None) -> Text:
     """The first `most` tokens of a corpus; None: all. Raises ConfigError where there are fewer than two."""
-    pieces: list[np.ndarray] = []
-    starts: list[int] = []
+    pieces = []
+    starts = []
     total = size = 0
     for row in rows:
         if not row["text"]:

@@ -54,8 +54,7 @@ class Row(NamedTuple):
 
     def on(self, device: torch.device) -> Row:
         """The same on a device, without waiting for it."""
-        moved = {name: upload(x, device) for name, x in self._asdict().items() if x is not None}
-        return self._replace(**moved)
+        return self._replace(**{name: upload(x, device) for name, x in self._asdict().items() if x is not None})
 
 
 def padded(tokens: int) -> int:

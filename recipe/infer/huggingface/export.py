@@ -216,8 +216,8 @@ def check_reloaded(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-        weights: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+        local = {"trust_remote_code": False, "local_files_only": True}
+        weights = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
         with silent():
             read = AutoTokenizer.from_pretrained(folder, **local)
             theirs, notes = AutoModelForCausalLM.from_pretrained(folder, **weights, **local)

@@ -290,8 +290,7 @@ def folder_mistakes(
     try:
         folder = find(source)
         settings = settings_of(folder, source)
-        size = model.vocab_size or SIZES.get(tokenizer)
-        yield from unlike(settings, model, scores, seq_len, size, source)
+        yield from unlike(settings, model, scores, seq_len, model.vocab_size or SIZES.get(tokenizer), source)
         if Path(tokenizer).suffix:
             with suppress(DataError):  # it is reported with the other options of data
                 yield from beyond(read_tokenizer(Path(tokenizer)), settings.model.vocab_size or 0, source)

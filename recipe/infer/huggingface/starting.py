@@ -57,7 +57,7 @@ class Start(NamedTuple):
 
     def ends(self) -> set[int]:
         """The tokens at which transformers ends a generated text."""
-        found: list[Any] = []
+        found = []
         for name in ("config.json", "generation_config.json"):
             with suppress(OSError, UntrustedError, AttributeError):  # AttributeError: no mapping
                 given = read_json(self.folder / name, SETTINGS).get("eos_token_id")
@@ -81,7 +81,7 @@ def start_from(source: str) -> Start:
 
 def differing(prefix: str, value: Any, default: Any) -> list[tuple[str, Any]]:
     """The options of a dataclass that are not its defaults, and the sizes, which presets set."""
-    options: list[tuple[str, Any]] = []
+    options = []
     for field in fields(value):
         chosen, usual = getattr(value, field.name), getattr(default, field.name)
         if is_dataclass(chosen):
