@@ -14,8 +14,9 @@ from attention.flash.call import HORIZONS_FROM, KernelCall
 from attention.flash.hopper.configs import backward_blocks, forward_blocks
 from attention.flash.paths import PATHS
 from attention.flash.tiles import rows_like
+from attention.spec import Inputs
 from bench.kernels.compiler import Launch
-from bench.kernels.plain import calls
+from bench.kernels.plain import CAUSAL, calls
 
 LENGTHS = {"": 16384, "-middle": 4096, "-short": 512}  # at some head sizes each has a different shape of blocks
 LONGEST = max(LENGTHS.values())
@@ -24,7 +25,8 @@ BOTH = ("forward", "backward")
 
 def launches() -> Iterator[Launch]:
     """The launches for every shape of blocks that some length selects."""
-    asked = calls(1, 2, LONGEST)
+    steep = KernelCall(CAUSAL._replace(factors="fixed"), Inputs(factors=torch.ones(1, 1, 1)))
+    asked = calls(1, 2, LONGEST) | {"steep": steep}
     for D, (kind, call), dropout in itertools.product((64, 128, 256), asked.items(), (0.0, 0.1)):
         if kind == "wide_window" and D > 64:  # the blocks of a narrow one
             continue

@@ -4,9 +4,12 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from torch import bfloat16
+
 from ...score import Score
 from ..call import Problem
 from ..formula import added_by, sums_of
+from .softmax import STEEP
 
 HEAD_DIMS = range(33, 257)  # in tiles of 64, 128 or 256 columns
 MAX_HEAD_DIM_OF_SUMS = 128  # above it, the backward has no formulas and sums no ds for learned slopes
@@ -44,7 +47,8 @@ class ForwardBlocks(NamedTuple):
     ping_pong  whether the consumers start their products one after the other, so that one multiplies during the
                softmax of another (FlashAttention-3, section 3.1)
     out_in_q   whether a tile of out takes the place of its queries in shared memory
-    optimistic whether a step keeps the rows' maxima, and looks for new ones only where its weights are too large
+    optimistic 0, or a power of two: a step keeps the rows' maxima, and looks for new ones only where a thread's weights
+               in a row add up to more. STEEP where rows are steep
     """
 
     consumers: int
@@ -55,7 +59,7 @@ class ForwardBlocks(NamedTuple):
     registers: int
     ping_pong: bool
     out_in_q: bool = False
-    optimistic: bool = False
+    optimistic: int = 0
 
 
 class DqBlocks(NamedTuple):
@@ -150,7 +154,9 @@ def forward_blocks(problem: Problem) -> ForwardBlocks:
     if problem.head_dim > 128:
         return FORWARD["256"][0]
     # Other formulas are slower that way, or less accurate (docs/notes/kernels.md). Soft caps up to 60 need no maxima.
-    optimistic = kind in ("causal", "alibi", "column values")
+    optimistic = 15 if kind in ("causal", "alibi", "column values") else 0  # fp16 ends at 2^16
+    if optimistic and spec.factors != "none" and problem.dtype == bfloat16:
+        optimistic = STEEP.value  # maxima grow in many steps
     if problem.head_dim > 64:
         # The further operands of the product leave no room for a second stage of queries; for values of keys a tile of
         # out makes room for it, which is faster without dropout.

@@ -79,6 +79,7 @@ from .softmax import (
     tile_max,
     tile_shift,
     tile_sum,
+    weights,
 )
 
 # Heads that run at the same time where horizons differ from head to head: the longest rows of all of them come first.
@@ -329,12 +330,12 @@ def step(
             m, m_safe, alpha = new_maximum(m, m_tile, GROWTH)
             l = l * gl.convert_layout(alpha, L_ROWS)[:, None]
         # (ROWS, N) l is summed before anything is dropped.
-        b_p32 += (gl.exp2(b_s * factor - (m_safe - shift)[:, None]),)  # type: ignore[assignment]
+        b_p32 += (weights(b_s, factor, m_safe - shift, BLOCKS.optimistic),)  # type: ignore[assignment]
         if not BLOCKS.optimistic:
             l += row_sum(b_p32[j], N)
     if BLOCKS.optimistic:
         l_tile = row_sum(b_p32[0], N)  # type: ignore[misc]
-        is_covered = are_small(l_tile, buffers.votes.index(c))
+        is_covered = are_small(l_tile, buffers.votes.index(c), BLOCKS.optimistic)
     if MODE.added == "pair":  # room for the values
         b_p = rounded(b_p32, P_LAYOUT, dtype, MODE, N)
     numbers = load_added(i_n - BN, queries, BN, S_LAYOUT, MODE)
@@ -373,7 +374,7 @@ def with_maximum(o, m, l, i_s, i_n, queries, buffers, BLOCKS: gl.constexpr, MODE
     shift = tile_shift(i_n, queries, BN, MODE)
     m_tile = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * factor + shift
     m, m_safe, alpha = new_maximum(m, m_tile, GROWTH)
-    b_p32 = gl.exp2(b_s * factor - (m_safe - shift)[:, None])
+    b_p32 = weights(b_s, factor, m_safe - shift, BLOCKS.optimistic)
     l = l * gl.convert_layout(alpha, L_ROWS)[:, None] + row_sum(b_p32, BN)
     o = o * gl.convert_layout(alpha, O_ROWS)[:, None]
     return o, (b_p32,), m, l
@@ -419,7 +420,7 @@ def first_tile(i_step, i_n, is_cut, queries, keys, work, program, BLOCKS: gl.con
     m_safe = gl.where(m == -float("inf"), 0.0, m)
     b_p32 = ()
     for j in gl.static_range(PIECES):
-        b_p32 += (gl.exp2(scores[j] * factor - (m_safe - shift)[:, None]),)  # type: ignore[assignment]
+        b_p32 += (weights(scores[j], factor, m_safe - shift, BLOCKS.optimistic),)  # type: ignore[assignment]
     l = tile_sum(b_p32, N, MODE)
     if MODE.sinks:  # a quarter for each of a row's four threads
         l += gl.convert_layout(0.25 * gl.exp2(m_sink - m_safe), gl.SliceLayout(1, l.type.layout))[:, None]

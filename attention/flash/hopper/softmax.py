@@ -23,9 +23,7 @@ from .masks import as_bits, drop, hide, load_key
 ROWS = gl.constexpr(64)  # of queries that a warpgroup multiplies in one instruction
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
 GROWTH = gl.constexpr(8)
-# Where a thread's weights in a row of a tile add up to more, the row's maximum is too low: 2^15, as PTX writes fp32.
-# fp16 ends at 2^16.
-LARGEST_SUM = gl.constexpr("0f47000000")
+STEEP = gl.constexpr(40)  # of ForwardBlocks
 
 
 class Queries(NamedTuple):
@@ -260,12 +258,13 @@ def row_sum(b_p, N: gl.constexpr):
 
 
 @gluon.constexpr_function
-def are_small_asm():
-    """PTX for the sums of a thread's two rows: 1 where all sums of its warp are small, else 0. NaN is not small."""
+def are_small_asm(n):
+    """PTX for the sums of a thread's two rows: 1 where no sum of its warp is above 2^n, else 0. NaN is."""
+    largest = f"0f{(127 + n) << 23:08x}"
     return f"""{{
         .reg .pred p;
-        setp.le.f32 p, $2, {LARGEST_SUM.value};
-        setp.le.and.f32 p, $3, {LARGEST_SUM.value}, p;
+        setp.le.f32 p, $2, {largest};
+        setp.le.and.f32 p, $3, {largest}, p;
         vote.sync.all.pred p, p, 0xffffffff;
         selp.b32 $0, 1, 0, p;
         mov.b32 $1, $0;
@@ -273,12 +272,12 @@ def are_small_asm():
 
 
 @gluon.jit
-def are_small(l_tile, votes):
-    """Whether no sum of `row_sum` is above LARGEST_SUM: for all threads of a consumer, by way of shared memory.
+def are_small(l_tile, votes, N: gl.constexpr):
+    """Whether no sum of `row_sum` is above 2^N: for all threads of a consumer, by way of shared memory.
 
     votes: (4, 32), one of each thread
     """
-    ASM: gl.constexpr = are_small_asm()
+    ASM: gl.constexpr = are_small_asm(N)
     OF_WARPS: gl.constexpr = gl.DistributedLinearLayout([[1, 0], [2, 0]], [[0, 0]] * 5, [[0, 0]] * 2, [], [4, 1])
     vote = gl.inline_asm_elementwise(ASM, "=r,=r,f,f", [l_tile], dtype=gl.int32, is_pure=False, pack=2)
     votes.store(gl.max(vote.reshape([4, 2, 8, 4]), 1).reshape([4, 32]))
@@ -301,6 +300,21 @@ def tile_sum(b_p, N: gl.constexpr, MODE: gl.constexpr):
     for j in gl.static_range(1, n_pieces(MODE)):
         l += row_sum(b_p[j], N)
     return l
+
+
+@gluon.jit
+def weights(b_s, factor, m, OPTIMISTIC: gl.constexpr):
+    """The weights of scores, for each row's maximum m.
+
+    Where rows are steep, one weight may be large and not 1. It is cut to bf16 before it is summed, so that its row is
+    still that key's value; the factor 2^(1/256) makes up for what cuts take on average.
+    """
+    if OPTIMISTIC == STEEP:
+        b_p = gl.exp2(b_s * factor - (m - 1 / 256)[:, None]).to(gl.int32, bitcast=True)
+        b_p = (b_p & -65536).to(gl.float32, bitcast=True)
+    else:
+        b_p = gl.exp2(b_s * factor - m[:, None])
+    return b_p
 
 
 @gluon.constexpr_function
