@@ -34,6 +34,7 @@ from ..options import AttentionConfig
 from ..score import Score
 
 PREFIX = "gpt_attention_"
+REFUSED = frozenset({"position_bias", "cache", "cu_seq_lens_q", "output_attentions"})  # arguments
 NAMES = tuple(PREFIX + name for name in ("naive", "tiled", "flash"))
 
 # Set by `dropout_key` for the whole process: a backward pass recomputes activations in other threads.
@@ -130,8 +131,8 @@ def attend(
     Returns (B, T, H, D). Raises UnsupportedAttention for what the implementation would have to ignore.
     """
     softcap, s_aux = others.get("softcap"), others.get("s_aux")
-    for argument in ("position_bias", "cache", "cu_seq_lens_q", "output_attentions"):
-        if (asked := others.get(argument)) is not None and asked is not False:
+    for argument in REFUSED.intersection(others):
+        if others[argument] is not None and others[argument] is not False:
             raise UnsupportedAttention(
                 f"attn_implementation={name} does not support {argument}; leave it out or choose eager."
             )
@@ -147,7 +148,7 @@ def attend(
     if torch.is_autocast_enabled(query.device.type):  # rotary positions may have brought queries and keys to fp32
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     make = Score if torch.compiler.is_compiling() else cached_score
-    score = make(attention_mask.causal, attention_mask.window, softcap, sinks=s_aux is not None)
+    score = make(attention_mask.causal, attention_mask.window, softcap, False, s_aux is not None)
     layout = attention_mask.layout
     computed: dict[str, Any] = {"score": score, "scale": scaling, "sinks": s_aux}
     inference = dropout == 0 and not torch.is_grad_enabled()
@@ -169,13 +170,11 @@ def implementation(name: str, dropout: float, query: Tensor) -> Attention:
     """The implementation for a name of NAMES and queries (B, H, T, D) like these. It is built once, because a compiled
     model can look it up but cannot build it. Raises UnsupportedAttention."""
     key = (name, dropout, query.shape[-1], query.dtype, query.device)
-    if key not in _built:
-        build(key)
-    return _built[key]
+    return _built.get(key) or build(key)
 
 
 @torch.compiler.disable
-def build(asked: Asked) -> None:
+def build(asked: Asked) -> Attention:
     """Make `implementation` know one."""
     name, dropout, head_dim, dtype, device = asked
     try:
@@ -184,6 +183,7 @@ def build(asked: Asked) -> None:
     except UnsupportedAttention as error:
         raise UnsupportedAttention(error.worded(as_argument)) from error
     _built[asked] = attend
+    return attend
 
 
 def as_argument(option: Option) -> str:

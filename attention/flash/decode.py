@@ -312,10 +312,10 @@ def run_decode(
 
     cache   k, v, lengths and pages, as `present` gives them
     inputs  slopes and sinks, (H,) fp32, where the score has them, and a formula's values
-    alike   `likeness_of_cache` of q and the cache, if known already; only where there are no inputs
+    alike   as `replayed` takes it
     """
     if not inputs and alike is None:
-        alike = likeness_of_cache(q, cache)
+        alike = spec, len(cache), likeness_of_cache(q, cache)
     return replayed(compute_decode, (q, *cache, *inputs), spec, len(cache), alike=alike)
 
 

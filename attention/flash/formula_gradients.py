@@ -386,7 +386,7 @@ def learned_gradients(saved: Sequence[Tensor], gradients: Gradients, call: Kerne
 
 def by_second_pass(work: Pass, stages: dict[int, str], sums: Tensor | None) -> dict[int, Tensor]:
     """The gradients of these inputs, not yet summed over the sequences and heads that share them."""
-    found: dict[int, Tensor] = {}
+    found = {}
     along = {k for k, stage in stages.items() if stage in ("head", "row")}
     if along:
         for k, x in zip(sorted(along), work.along_rows(sorted(along)), strict=True):

@@ -97,11 +97,14 @@ def growth(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> Hasha
 
 
 def replayed(function: Callable[..., Any], tensors: Sequence[Tensor], *rest: Hashable, alike: Hashable = None) -> Any:
-    """function(tensors, *rest), whose results are tensors that it allocates; `alike` is the `likeness` of tensors."""
+    """function(tensors, *rest), whose results are tensors that it allocates.
+
+    alike  what `rest` and the `likeness` of tensors follow from, where that is known
+    """
     first = tensors[0]
     if not first.is_cuda or has_hooks() or first.get_device() != torch.cuda.current_device():
         return function(tensors, *rest)
-    key = (function, rest, alike or likeness(tensors))
+    key = function, alike or (rest, likeness(tensors))
     replay = REPLAYS.get(key)
     if replay:
         return replay(tensors)
@@ -150,16 +153,15 @@ class Writer:
         """Raises UnrecordedError; another exception where Triton has other names."""
         if self.recording.does_more:
             raise UnrecordedError
-        # A thread of autograd's has no context before its first launch, and descriptors need one: this question to the
-        # driver brings it.
-        self.lines.append(f"{self.value(torch.cuda.is_current_stream_capturing)}()")
         self.lines += [f"p{i} = tensors[{i}].data_ptr()" for i in range(len(self.tensors))]
         self.allocate()
         self.lines.append(f"stream = {self.value(self.driver.get_current_stream)}({self.tensors[0].get_device()})")
         launches = [self.launch(call) for call in self.recording.launches]
         addresses = ", ".join(self.described)
-        describe = f"@cache\ndef describe({addresses}):\n return {', '.join(self.descriptors)},\n"
-        # To encode them takes longer than a launch, and layers have the same addresses each step.
+        # To encode them takes longer than a launch, and layers have the same addresses each step. They need a context,
+        # which a thread of autograd's lacks before its first launch: a question to the driver brings it.
+        context = self.value(torch.cuda.is_current_stream_capturing)
+        describe = f"@cache\ndef describe({addresses}):\n {context}()\n return {', '.join(self.descriptors)},\n"
         if self.descriptors:
             self.lines.append(f"d = describe({addresses})")
         self.lines += [*launches, f"return {', '.join(map(self.result, self.results))},"]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.function import once_differentiable
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -151,10 +152,10 @@ def horizons(q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, compiling: bool) 
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: Spec, *positions: int, alike: Hashable = None
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: Spec, q_start: int, k_start: int, alike: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and lse2 as `forward` gives them; inputs, spec and positions are those of a KernelCall."""
-    return replayed(compute_forward, (q, k, v, *inputs), spec, *positions, alike=alike)
+    return replayed(compute_forward, (q, k, v, *inputs), spec, q_start, k_start, alike=alike)
 
 
 def compute_forward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,14 +189,17 @@ def forward_from_text(
 flash_forward = custom_operator("flash_forward", forward_from_text, fake_forward)
 
 
-def run_backward(do: Tensor, saved: Sequence[Tensor], spec: Spec, *positions: int) -> list[Tensor]:
+def run_backward(
+    do: Tensor, saved: Sequence[Tensor], spec: Spec, q_start: int, k_start: int, alike: Any = None
+) -> list[Tensor]:
     """The gradients of q, k and v, as `empty_gradients` lays them out, of learned tensors, of slopes that are learned,
     of the sinks, and of factors that are learned.
 
     do     the gradient of out
     saved  q, k, v, out, lse2 and `Inputs.present`
     """
-    return [*replayed(compute_backward, (do, *saved), spec, *positions)]
+    alike = alike and (alike, do.stride(), do.data_ptr() % ALIGNMENT)
+    return [*replayed(compute_backward, (do, *saved), spec, q_start, k_start, alike=alike)]
 
 
 def compute_backward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> list[Tensor]:
@@ -273,13 +277,13 @@ def backward(ctx: Any, do: Tensor | None) -> tuple[Any, ...]:
     """`Flash.backward`; do is out's gradient."""
     saved = ctx.saved_tensors  # once: activation checkpointing gives them once
     q, k, _, _, _, *inputs = saved
-    of_inputs: list[Any] = [None] * len(inputs)
+    of_inputs = [None] * len(inputs)
     if do is None:
         return *[None] * 4, *of_inputs
-    spec, *positions = ctx.call
-    run: Any = flash_backward if isinstance(spec, str) else run_backward
-    gradients = run(do, saved, spec, *positions)
-    places = places_of_gradients(Spec.read(spec) if isinstance(spec, str) else spec)
+    spec, *rest = ctx.call
+    run = flash_backward if isinstance(spec, str) else run_backward
+    gradients = run(do, saved, spec, *rest)
+    places = places_of_gradients(Spec.read(spec) if isinstance(spec, str) else spec) if inputs else ()
     n_qkv = len(gradients) - len(places)
     for place, gradient in zip(places, gradients[n_qkv:], strict=True):
         of_inputs[place] = gradient
@@ -297,9 +301,9 @@ class Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: tuple[Spec | str, int, int], q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
+        ctx: Any, call: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        run: Any = flash_forward if isinstance(call[0], str) else run_forward
+        run = flash_forward if isinstance(call[0], str) else run_forward
         out, lse, lse2 = run(q, k, v, inputs, *call)
         ctx.save_for_backward(q, k, v, out, lse2, *inputs)
         ctx.call = call
@@ -353,22 +357,23 @@ class FlashAttention(Attention):
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
-        self.known: dict[Hashable, Spec] = {}
+        self.known: dict[Hashable, tuple[Spec, object]] = {}  # the object stands for all that launches depend on
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> AttentionOutput:
         """`Attention.__call__`. A call like an earlier one, of q, k and v alone, is not looked at again."""
         if (asked := asked_alone(given)) is None:
             return Attention.__call__(self, q, k, v, **given)
         learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        key = alike, *_ = likeness((q, k, v)), asked, learns
-        if (spec := self.known.get(key)) is None:
+        key = likeness((q, k, v)), asked, learns
+        if (known := self.known.get(key)) is None:
             result = Attention.__call__(self, q, k, v, **given)
             self.remember(key, q, k, v)
             return result
-        if learns:
-            out, lse, _ = Flash.apply((spec, 0, 0), q, k, v)
+        spec, alike = known
+        if learns:  # hooks for saved tensors may give others back
+            out, lse, _ = Flash.apply((spec, 0, 0, None if _top_saved_tensors_default_hooks(False) else alike), q, k, v)
         else:
-            out, lse, _ = run_forward(q, k, v, (), spec, 0, 0, alike=alike)
+            out, lse, _ = run_forward(q, k, v, (), spec, 0, 0, alike)
         return AttentionOutput(out, lse if given.get("return_lse") else None)
 
     def decode(self, q: Tensor, cache: Cache, **given: Any) -> AttentionOutput:
@@ -376,23 +381,23 @@ class FlashAttention(Attention):
         if (asked := asked_alone(given)) is None:
             return Attention.decode(self, q, cache, **given)
         tensors = present(cache)
-        key = alike, *_ = likeness_of_cache(q, tensors), asked
-        if (spec := self.known.get(key)) is None:
+        key = likeness_of_cache(q, tensors), asked
+        if (known := self.known.get(key)) is None:
             result = Attention.decode(self, q, cache, **given)
             self.remember(key, q)
             return result
-        out, lse = run_decode(q, tensors, (), spec, alike)
+        out, lse = run_decode(q, tensors, (), *known)
         return AttentionOutput(out, lse if given.get("return_lse") else None)
 
     def remember(self, key: Any, *tensors: Tensor) -> None:
-        """The Spec of a call that was checked, where the kernels take its tensors as they are; of no subclass."""
+        """A call that was checked, where the kernels take its tensors as they are; of no subclass."""
         if (score := key[1][0]).expression or score.head_tensors or type(self) is not FlashAttention:
             return
         spec = self.call(tensors[0], score, ONE_DOCUMENT, key[1][1], None, {}).spec
         if spec.scale > 0 and all(map(operator.is_, prepared(*tensors), tensors)):
             if len(self.known) >= MOST_REPLAYS:
                 self.known.clear()
-            self.known[key] = spec
+            self.known[key] = spec, object()
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)

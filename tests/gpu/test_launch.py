@@ -25,7 +25,7 @@ CALLS: dict[str, tuple[float, dict[str, Any]]] = {
 }
 
 
-def results(name, D, seed=0) -> list[Tensor]:
+def results(name, D, seed=0):
     """out and gradients."""
     rate, options = CALLS[name]
     options = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in options.items()}
@@ -58,6 +58,22 @@ def test_where_a_profiler_has_a_hook_triton_launches():
     finally:
         hook.remove(launches.append)
     assert len(launches) == 3
+
+
+def test_gradients_are_the_same_however_their_tensors_lie():
+    """Saved tensors that come back from the CPU are contiguous, which queries here are not."""
+    attend = build_attention(AttentionConfig("flash"))
+    q = torch.randn(2, 300, 2, 64, device="cuda").bfloat16().transpose(1, 2).requires_grad_()
+    do = torch.randn_like(q)
+
+    def gradient(do):
+        return torch.autograd.grad(attend(q, q, q).out, q, do)
+
+    expected = gradient(do)
+    for x in (do, do, do.contiguous(), do.contiguous(), do):
+        assert_equal(gradient(x), expected)
+    with torch.autograd.graph.save_on_cpu():
+        assert_equal(gradient(do), expected)
 
 
 @COMMON_SIZES
