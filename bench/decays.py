@@ -19,6 +19,7 @@ from torch import Tensor
 from bench.machine import ROOT
 from mixers import layers, mix
 from recipe.drawing import COLOURS, Chart, label_axes, log_axis, render_png
+from recipe.errors import UserError
 from recipe.infer.trained import ModelChoice, Trained, load_trained
 
 PERCENTILES = torch.tensor([0.1, 0.5, 0.9])
@@ -62,8 +63,12 @@ def main() -> None:
     )
     parser.add_argument("run", type=Path, help="a run folder")
     args = parser.parse_args()
-    trained = load_trained(args.run, ModelChoice(device="cpu"))
-    lives = half_lives(trained, (ROOT / "README.md").read_text(encoding="utf-8"))
+    try:
+        lives = half_lives(
+            load_trained(args.run, ModelChoice(device="cpu")), (ROOT / "README.md").read_text(encoding="utf-8")
+        )
+    except UserError as error:
+        parser.error(f"{error}")
     if not lives:
         parser.error(f"{args.run} has no layer with a decay; name a run of model=gdn or another mixer.")
     out = args.run / "decays.png"

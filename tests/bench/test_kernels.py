@@ -88,7 +88,7 @@ def test_no_length_and_no_position_recompiles_a_kernel(check):
     assert check.lengths == {"forward": 1, "dq": 1, "dkdv": 1}
 
 
-def kernel(name: str = "group/sm90/case/forward", sources: str = "a") -> Kernel:
+def kernel(name="group/sm90/case/forward", sources="a"):
     """A kernel that is not compiled."""
     source: Any = None
     return Kernel(name, sources, source, GPUTarget("cuda", 90, 32), {"enable_fp_fusion": True})

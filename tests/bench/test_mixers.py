@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.runtime.autotuner import Autotuner
 
-from bench.decays import draw, half_lives
+from bench.decays import draw, half_lives, main
 from bench.mixers import first_configurations, times, verdict
 from model.options import GPTConfig, Positions
 from recipe.drawing import Chart, render_png
@@ -28,7 +28,7 @@ def tuned_kernel(x, FACTOR: tl.constexpr):
 def test_half_lives_are_those_of_the_decays():
     config = GPTConfig(n_layers=3, n_embd=32, positions=Positions.none, layers=["retnet", "gla", "attention"])
     model = built(config, 32).eval()
-    text: Any = SimpleNamespace(encode_ordinary=lambda text: [1, 2, 3] * 20)
+    text = SimpleNamespace(encode_ordinary=lambda text: [1, 2, 3] * 20)
     trained: Any = SimpleNamespace(model=model, tokenizer=text)
     retnet, gla = half_lives(trained, "")
     expected = [math.log(0.5) / math.log(1 - 2.0 ** (-5 - head)) for head in range(4)]
@@ -38,6 +38,13 @@ def test_half_lives_are_those_of_the_decays():
     assert (gla[0] < gla[2]).all()
     png = render_png(Chart("decays", "", "", lambda figure: draw(figure, [retnet, gla])))
     assert png.startswith(b"\x89PNG")
+
+
+def test_a_folder_that_is_no_run_is_refused_in_a_sentence(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["decays", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "is not a run folder" in capsys.readouterr().err
 
 
 def test_kernels_take_their_first_configuration_without_being_tuned(monkeypatch):
@@ -61,7 +68,7 @@ def test_the_verdict_has_the_first_wrong_group_or_the_refusal():
 
 
 def test_the_times_of_a_layer_have_a_ratio():
-    rows: list[Any] = []
+    rows = []
     for way, ms in (("package", 2.0), ("fla", 2.1), ("fla, compiled", 1.5), ("chunked", 30.0)):
         rows.append({"part": "layer", "mixer": "gdn", "way": way, "tokens": 8192, "ms": ms})
     assert times(rows).splitlines()[-1] == (

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from bench.machine import ROOT
-from bench.record import RESULTS, Recorder, Row, measurement, read, result_file, write_table
+from bench.record import RESULTS, Recorder, measurement, read, result_file, write_table
 
 CPU = torch.device("cpu")
 
 
-def now(**changed: object) -> Row:
+def now(**changed: object):
     return {"command": "python -m bench.some", "device": "GPU", "versions": {"torch": "2"}, "sizes": {}} | changed
 
 

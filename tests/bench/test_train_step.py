@@ -10,7 +10,7 @@ from bench.train_step import ATTENTIONS, IDENTITY, column, main, measure_all, ov
 from recipe.run import compose
 
 
-def row(attention: str, shape: str = "32x1024", dropout: float = 0.0, speed: float = 600_000, **other: Any) -> Row:
+def row(attention, shape="32x1024", dropout=0.0, speed=600_000, **other: Any):
     measured: Row = {"status": "completed", "message": None, "tokens_per_s": speed, "peak_allocated_gib": 11.0}
     cell = {"attention": attention, "shape": shape, "dropout": dropout, "extra": []}
     return cell | measured | {"mfu_causal": 0.5} | other

@@ -4,7 +4,6 @@ import itertools
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,20 @@ from data.errors import DataError
 from data.feed import ChatBatches, PackedRows, best_fit, chat_windows
 from data.options import DataConfig, Documents
 from data.prepare import prepare
-from data.store import PreparedData
 from tests.lines import write_lines
 from tests.toy_llama import TEMPLATES, conversation, conversations, tokenizer
 
 LINES = conversations(40)
 
 
-def prepared(folder: Path, lines: list[Any], theirs: Any = None, **options: Any) -> PreparedData:
+def prepared(folder, lines, theirs=None, **options: Any):
     (theirs or tokenizer()).save_pretrained(folder / "model")
     path, model = write_lines(folder / "chats.jsonl", lines), str(folder / "model" / "tokenizer.json")
     files: dict[str, Any] = {"path": str(path), "tokenizer": model, "cache": str(folder / "cache")}
     return prepare(DataConfig("chat", **files, documents=Documents.restart, **options))
 
 
-def by_template(folder: Path, lines: list[Any], source: str) -> tuple[PreparedData, Any]:
+def by_template(folder, lines, source):
     """The prepared conversations, and transformers' tokenizer, by the template of a file."""
     theirs: Any = tokenizer()
     theirs.chat_template = source
@@ -42,19 +40,19 @@ def data(tmp_path_factory):
     return prepared(tmp_path_factory.mktemp("chat"), LINES)
 
 
-def by_transformers(theirs: Any, messages: Any, **more: Any) -> tuple[list[int], list[int]]:
+def by_transformers(theirs, messages, **more: Any):
     """The tokens of a conversation, and whether each is of an answer."""
     found = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **more)
     return found["input_ids"], found["assistant_masks"]
 
 
-def documents_of(split: Any) -> list[tuple[list[int], list[int]]]:
+def documents_of(split):
     """The tokens of each prepared conversation, and whether each is learned."""
     bounds = zip(split.documents, split.stops, strict=True)
     return [(split.tokens[a:b].tolist(), split.answers[a:b].tolist()) for a, b in bounds]
 
 
-def packed(data: PreparedData, seq_len: int = 128) -> PackedRows:
+def packed(data, seq_len=128):
     return PackedRows(data.train, seq_len, data.tokenizer.eot_token)
 
 
