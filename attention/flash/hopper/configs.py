@@ -47,8 +47,8 @@ class ForwardBlocks(NamedTuple):
     ping_pong  whether the consumers start their products one after the other, so that one multiplies during the
                softmax of another (FlashAttention-3, section 3.1)
     out_in_q   whether a tile of out takes the place of its queries in shared memory
-    optimistic 0, or a power of two: a step keeps the rows' maxima, and looks for new ones only where a thread's weights
-               in a row add up to more. STEEP where rows are steep
+    optimistic 0, or n: a step keeps the rows' maxima, and looks for new ones only where a thread's weights in a row add
+               up to more than 2^n. STEEP where rows are steep
     """
 
     consumers: int
