@@ -34,7 +34,7 @@ from ..options import AttentionConfig
 from ..score import Score
 
 PREFIX = "gpt_attention_"
-REFUSED = frozenset({"position_bias", "cache", "cu_seq_lens_q", "output_attentions"})  # arguments
+REFUSED = frozenset({"position_bias", "cache", "cu_seq_lens_q", "output_attentions"})  # arguments of transformers
 NAMES = tuple(PREFIX + name for name in ("naive", "tiled", "flash"))
 
 # Set by `dropout_key` for the whole process: a backward pass recomputes activations in other threads.

@@ -10,9 +10,7 @@ from attention.check.cli import main
 
 @pytest.mark.slow
 @pytest.mark.whole_gpu  # it measures a time
-def test_a_check_tries_every_input_in_some_precision_within_a_minute_and_flash_is_correct(
-    capsys,
-):
+def test_a_check_tries_every_input_in_some_precision_within_a_minute_and_flash_is_correct(capsys):
     """Twice: where Triton's cache is empty, the first minute goes into compiling, and tries what it can."""
     for _ in range(2):
         started = time.monotonic()

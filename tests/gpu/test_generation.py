@@ -23,15 +23,7 @@ WINDOWS = ScoreConfig(layers=[{"window": 20}, {"window": 70}])
 VOCABULARY = 100
 
 
-def build(
-    config,
-    score,
-    name,
-    device,
-    precision=ProductPrecision.inputs,
-    dtype=torch.float32,
-    seq_len=512,
-):
+def build(config, score, name, device, precision=ProductPrecision.inputs, dtype=torch.float32, seq_len=512):
     torch.manual_seed(0)
     attend = build_attention(AttentionConfig(name, precision=precision))
     model = GPT(config, VOCABULARY, seq_len, attend, Computation(device=device, dtype=dtype), score=score)

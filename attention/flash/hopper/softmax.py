@@ -23,7 +23,7 @@ from .masks import as_bits, drop, hide, load_key
 ROWS = gl.constexpr(64)  # of queries that a warpgroup multiplies in one instruction
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
 GROWTH = gl.constexpr(8)
-STEEP = gl.constexpr(40)  # of ForwardBlocks
+STEEP = gl.constexpr(40)  # ForwardBlocks.optimistic where rows are steep
 
 
 class Queries(NamedTuple):
@@ -259,7 +259,7 @@ def row_sum(b_p, N: gl.constexpr):
 
 @gluon.constexpr_function
 def are_small_asm(n):
-    """PTX for the sums of a thread's two rows: 1 where no sum of its warp is above 2^n, else 0. NaN is."""
+    """PTX for the sums of a thread's two rows: 1 where all sums of its warp are 2^n at most, else 0. NaN is not."""
     largest = f"0f{(127 + n) << 23:08x}"
     return f"""{{
         .reg .pred p;

@@ -78,12 +78,7 @@ def sweep(here, monkeypatch):
     monkeypatch.setattr("recipe.run.queue.SECONDS_BETWEEN_POLLS", 0.01)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
 
-    def run(
-        jobs,
-        name="10-00-00",
-        devices=None,
-        command=("-m", "experiment=wall"),
-    ):
+    def run(jobs, name="10-00-00", devices=None, command=("-m", "experiment=wall")):
         monkeypatch.setattr(sys, "argv", ["train.py", *command])
         folder = here / "multirun" / "2026-11-20" / name
         folder.mkdir(parents=True, exist_ok=True)
