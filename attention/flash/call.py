@@ -154,56 +154,68 @@ class ConfigKey(NamedTuple):
 
 Table = dict[ConfigKey, KernelConfigs]
 
+
+def table(rows: dict[tuple[Any, ...], Sequence[tuple[int, ...]]]) -> Table:
+    """A Table of rows: the fields of a ConfigKey, and those of each Blocks."""
+    return {ConfigKey(*key): KernelConfigs(*(Blocks(*x) for x in blocks)) for key, blocks in rows.items()}
+
+
 # Compute capability 9.0 and 10.x.
-HOPPER: Table = {
-    ConfigKey(64, False, 2048): KernelConfigs(Blocks(64, 64, 4, 2, 96), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    ConfigKey(64, False, 8192): KernelConfigs(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    ConfigKey(64, False): KernelConfigs(Blocks(64, 128, 4, 2), Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2)),
-    ConfigKey(64, True, 2048): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2, 168)),
-    ConfigKey(64, True, 8192): KernelConfigs(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(128, 64, 4, 2)),
-    ConfigKey(64, True): KernelConfigs(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 2)),
-    ConfigKey(128, False, 512): KernelConfigs(Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
-    ConfigKey(128, False, 2048): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
-    ConfigKey(128, False, 8192): KernelConfigs(Blocks(128, 64, 4, 2), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
-    ConfigKey(128, False): KernelConfigs(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
-    ConfigKey(128, True, 2048): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    ConfigKey(128, True): KernelConfigs(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
-    ConfigKey(256, False): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1)),
-    ConfigKey(256, True): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(32, 64, 8, 2)),
-}
+HOPPER = table(
+    {
+        (64, False, 2048): ((64, 64, 4, 2, 96), (64, 64, 4, 2), (64, 64, 4, 2)),
+        (64, False, 8192): ((64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+        (64, False): ((64, 128, 4, 2), (128, 64, 4, 3), (64, 64, 4, 2)),
+        (64, True, 2048): ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2, 168)),
+        (64, True, 8192): ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 4, 2)),
+        (64, True): ((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 2)),
+        (128, False, 512): ((128, 64, 4, 2), (128, 32, 4, 3), (64, 64, 4, 2)),
+        (128, False, 2048): ((64, 64, 4, 3), (128, 32, 4, 3), (64, 64, 4, 2)),
+        (128, False, 8192): ((128, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 2)),
+        (128, False): ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2)),
+        (128, True, 2048): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
+        (128, True): ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2)),
+        (256, False): ((128, 64, 8, 2), (64, 64, 4, 1), (64, 64, 8, 1)),
+        (256, True): ((128, 64, 8, 2), (64, 64, 4, 1), (32, 64, 8, 2)),
+    }
+)
 # The same GPUs where scores are changed or bounded, timed at 16k tokens; HOPPER's entry is used where a table has none.
-HOPPER_SCORES: dict[str, Table] = {
-    "bounded": {
-        ConfigKey(64, False): KernelConfigs(Blocks(64, 64, 4, 2, 96), Blocks(64, 32, 4, 3), Blocks(64, 64, 4, 3, 168)),
-        ConfigKey(128, False): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(128, 32, 8, 3), Blocks(64, 64, 4, 2)),
-    },
-    "alibi": {
-        ConfigKey(64, False): KernelConfigs(
-            Blocks(64, 128, 4, 2, 168), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3, 168)
-        ),
-        ConfigKey(64, True): KernelConfigs(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(128, 64, 4, 2)),
-    },
-    "soft_cap": {
-        ConfigKey(64, False): KernelConfigs(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3)),
-        ConfigKey(64, True): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2)),
-        ConfigKey(128, False): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
-    },
+HOPPER_SCORES = {
+    "bounded": table(
+        {
+            (64, False): ((64, 64, 4, 2, 96), (64, 32, 4, 3), (64, 64, 4, 3, 168)),
+            (128, False): ((64, 64, 4, 3), (128, 32, 8, 3), (64, 64, 4, 2)),
+        }
+    ),
+    "alibi": table(
+        {
+            (64, False): ((64, 128, 4, 2, 168), (64, 64, 4, 3), (64, 64, 4, 3, 168)),
+            (64, True): ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 4, 2)),
+        }
+    ),
+    "soft_cap": table(
+        {
+            (64, False): ((64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
+            (64, True): ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
+            (128, False): ((64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2)),
+        }
+    ),
 }
-# Ampere, Ada and whatever else has 99 KiB of shared memory for a program.
-OLDER: Table = {
-    ConfigKey(64, False): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
-    ConfigKey(64, True): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
-    ConfigKey(128, False): KernelConfigs(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
-    ConfigKey(128, True): KernelConfigs(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
-    ConfigKey(256, False): KernelConfigs(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
-    ConfigKey(256, True): KernelConfigs(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
+# Ampere, Ada and whatever else has 99 KiB of shared memory for a program; the same with dropout and without.
+OLDER_BLOCKS: dict[int, Sequence[tuple[int, ...]]] = {
+    64: ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
+    128: ((64, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2)),
+    256: ((64, 64, 8, 1), (32, 64, 8, 1), (16, 64, 8, 1)),
 }
+OLDER = table({(head_dim, dropout): x for head_dim, x in OLDER_BLOCKS.items() for dropout in (False, True)})
 # fp32 without tensor cores: every multiplication is an instruction, so small tiles keep compilation to seconds.
-FP32: Table = {
-    ConfigKey(64, True): KernelConfigs(Blocks(32, 64, 4, 1), Blocks(16, 64, 4, 1), Blocks(16, 64, 4, 1)),
-    ConfigKey(128, True): KernelConfigs(Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
-    ConfigKey(256, True): KernelConfigs(Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
-}
+FP32 = table(
+    {
+        (64, True): ((32, 64, 4, 1), (16, 64, 4, 1), (16, 64, 4, 1)),
+        (128, True): ((32, 64, 8, 1), (16, 64, 8, 1), (16, 64, 8, 1)),
+        (256, True): ((16, 64, 8, 1), (16, 64, 8, 1), (16, 64, 8, 1)),
+    }
+)
 TABLES = {"hopper": HOPPER, "older": OLDER, "fp32": FP32, **HOPPER_SCORES}
 
 
