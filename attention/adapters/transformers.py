@@ -131,7 +131,7 @@ def attend(
     Returns (B, T, H, D). Raises UnsupportedAttention for what the implementation would have to ignore.
     """
     softcap, s_aux = others.get("softcap"), others.get("s_aux")
-    for argument in REFUSED.intersection(others):
+    for argument in () if REFUSED.isdisjoint(others) else REFUSED.intersection(others):
         if others[argument] is not None and others[argument] is not False:
             raise UnsupportedAttention(
                 f"attn_implementation={name} does not support {argument}; leave it out or choose eager."
@@ -145,7 +145,8 @@ def attend(
         is_causal = others.get("is_causal")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         attention_mask = Visible(causal, others.get("sliding_window"))
-    if torch.is_autocast_enabled(query.device.type):  # rotary positions may have brought queries and keys to fp32
+    # Rotary positions may have brought queries and keys to fp32.
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     make = Score if torch.compiler.is_compiling() else cached_score
     score = make(attention_mask.causal, attention_mask.window, softcap, False, s_aux is not None)

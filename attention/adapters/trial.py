@@ -24,16 +24,14 @@ def attend_once(attend: Attention, shape: AttentionShape, chosen: Option, instea
         torch.zeros(1, n, 2, shape.head_dim, dtype=shape.dtype, device=shape.device, requires_grad=True)
         for n in (shape.n_heads, shape.n_kv_heads)
     )
-    one_document = documents(torch.zeros(1, 2, dtype=torch.int32, device=shape.device))
-    layout = one_document if shape.documents else Layout()
+    layout = documents(torch.zeros(1, 2, dtype=torch.int32, device=shape.device)) if shape.documents else Layout()
     with warnings.catch_warnings(record=True) as reasons, torch.random.fork_rng(devices):
         warnings.simplefilter("always")
         try:
             for score in set(shape.scores):
                 tensors = {x.name: x.initial(shape.n_heads, shape.device) for x in score.head_tensors}
                 key = DropoutKey(0, 0, 0, 0)
-                out = attend(q, k, k, score=score, layout=layout, dropout_key=key, tensors=tensors).out
-                out.sum().backward()
+                attend(q, k, k, score=score, layout=layout, dropout_key=key, tensors=tensors).out.sum().backward()
         except (UnsupportedAttention, torch.OutOfMemoryError):
             raise
         except REFUSALS as error:

@@ -13,7 +13,7 @@ the same result beside any other sequences, contiguous or in pages.
 Lengths are read on the device; programs beyond a sequence's end return at once.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from ..scores.soft_cap import soft_cap_tanh
 from ..spec import Inputs, Spec
 from .call import KernelCall, Mode
 from .formula import Place, kernel_inputs, with_row_terms
-from .launch import launch, likeness, replayed
+from .launch import launch, replayed
 from .score import LOG2_E, Positions, change_scores, key_interval, log2_factor, seen_keys
 from .tiles import dot, kernel_mode, strided
 
@@ -305,23 +305,14 @@ def choose_blocks(rows: int, head_dim: int, mode: Mode) -> DecodeBlocks:
     return DecodeBlocks(BM, 64, 4, 2, programs=384) if head_dim > 64 else DecodeBlocks(BM, 64, 2, 2, programs=1056)
 
 
-def run_decode(
-    q: Tensor, cache: Sequence[Tensor], inputs: Sequence[Tensor], spec: Spec, alike: Hashable = None
-) -> tuple[Tensor, Tensor]:
+def run_decode(q: Tensor, cache: Sequence[Tensor], inputs: Sequence[Tensor], spec: Spec) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D) against a Cache to out (B, H, T, D) and lse (B, H, T).
 
     cache   k, v, lengths and pages, as `present` gives them
     inputs  slopes and sinks, (H,) fp32, where the score has them, and a formula's values
-    alike   as `replayed` takes it
     """
-    if not inputs and alike is None:
-        alike = spec, len(cache), likeness_of_cache(q, cache)
-    return replayed(compute_decode, (q, *cache, *inputs), spec, len(cache), alike=alike)
-
-
-def likeness_of_cache(q: Tensor, cache: Sequence[Tensor]) -> Hashable:
-    """`likeness` for a decode without inputs, which may have a cache that is made anew for each token."""
-    return likeness((q, *cache), UNIT.value if len(cache) == 3 and cache[0].ndim == cache[1].ndim == 4 else 0)
+    unit = 0 if inputs or len(cache) > 3 else UNIT.value
+    return replayed(compute_decode, (q, *cache, *inputs), spec, len(cache), unit=unit)
 
 
 def present(cache: Sequence[Tensor | None]) -> list[Tensor]:
@@ -329,8 +320,8 @@ def present(cache: Sequence[Tensor | None]) -> list[Tensor]:
     return [x for x in cache if x is not None]
 
 
-def compute_decode(tensors: Sequence[Tensor], spec: Spec, n: int) -> tuple[Tensor, Tensor]:
-    """`run_decode`; tensors are q, the n of the Cache and the inputs."""
+def compute_decode(tensors: Sequence[Tensor], spec: Spec, n: int, n_results: int = 2) -> tuple[Tensor, ...]:
+    """`run_decode`'s first results; tensors are q, the n of the Cache and the inputs."""
     q, inputs = tensors[0], tensors[n + 1 :]
     k, v, lengths, pages = Cache(*tensors[1 : n + 1])
     (B, H, T, D), H_kv = q.shape, k.shape[1]
@@ -379,7 +370,7 @@ def compute_decode(tensors: Sequence[Tensor], spec: Spec, n: int) -> tuple[Tenso
                 launch_pdl=early,
                 enable_fp_fusion=True,
             )
-    return out, with_row_terms(lse, call)
+    return (out, with_row_terms(lse, call))[:n_results]
 
 
 def decode_from_text(

@@ -4,16 +4,17 @@ A short call takes the host longer than the GPU: it chooses kernels, lays out th
 of them. All of that but the addresses follows from what the call is like: its arguments that are not tensors, and the
 shapes, strides, dtypes and alignment of its tensors. So the second of such calls is recorded: what it allocates, and
 what it launches. Later ones run a function that was written for them: it allocates, and hands the addresses to the
-compiled kernels.
+compiled kernels. Tensors are compared by torch's TensorGuards, in C++, as for a compiled function: in a model each line
+of Python takes the host five times as long as in a loop.
 
-A call that does more than allocate and launch is not replayed. What is private to Triton (3.6 to 3.9) stands in this
-file alone; where a release has other names, nothing is replayed.
+A call that does more than allocate and launch is not replayed. What is private to Triton (3.6 to 3.9), and
+TensorGuards, stand in this file alone; where a release has other names, nothing is replayed.
 """
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,14 +26,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..gpu import ALIGNMENT
 from .tiles import Strided
 
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # private to torch: without it no call is known
+    TensorGuards = None  # type: ignore[assignment,misc]
+
 aten = torch.ops.aten
 ZEROS = (aten.zeros.default, aten.new_zeros.default)
 ALLOCATIONS = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, *ZEROS)
 GRAIN = 512  # bytes, as torch's allocator aligns tensors
 Replay = Callable[[Sequence[Tensor]], Any]
 
-REPLAYS: dict[Hashable, Replay | Literal[False]] = {}  # False: one such call was seen
-MOST_REPLAYS = 1024  # then they are recorded anew, so that the dictionary cannot grow for ever
+MOST_KNOWN, MOST_ALIKE = 1024, 8  # kinds of calls, and calls of a kind, so that nothing grows for ever
 
 
 class UnrecordedError(Exception):
@@ -77,48 +82,102 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         modes[-1].launches.append(Launch(compiled, grid, arguments, len(kernel.arg_names) - len(arguments)))
 
 
-def likeness(tensors: Sequence[Tensor], unit: int = 0) -> Hashable:
-    """The same for tensors whose calls differ in nothing but addresses.
+class Known:
+    """What is known of calls, by their arguments that are not tensors and by what their tensors are like.
 
-    unit  not 0 where tensors[1] and [2] grow from call to call, (B, H, T, D): launches have them as `strided` gives
-          them, and depend on T besides by the number of units alone
+    A call is like another if its tensors have the same shapes, strides, dtypes, devices and alignment, and if they need
+    gradients and are watched by torch's modes in the same way. A copy knows nothing.
     """
-    alike: list[Any] = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT) for x in tensors]
-    for i in (1, 2) if unit else ():
-        alike[i] = growth(*alike[i][:2], unit), *alike[i][2:]
-    return tuple(alike)
+
+    def __init__(self) -> None:
+        self.found: dict[Hashable, list[Any]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Known, ()
+
+    def get(self, arguments: Hashable, tensors: Sequence[Tensor], unit: int = 0) -> Any:
+        """The value of a call that is like this one; None where there was none.
+
+        unit  not 0 where tensors[1] and [2] grow from call to call, (B, H, T, D): launches have them as `strided` gives
+              them, and depend on T besides by the number of units alone
+        """
+        for is_like, value in self.found.get(likeness(arguments, tensors, unit), ()):
+            if is_like(*tensors):
+                return value
+        others = distinct(tensors)
+        return None if others is tensors else self.get(arguments, others, unit)
+
+    def put(self, value: Any, arguments: Hashable, tensors: Sequence[Tensor], unit: int = 0) -> None:
+        """Note the value for calls that are like this one."""
+        if TensorGuards is None:
+            return
+        if len(self.found) >= MOST_KNOWN:
+            self.found.clear()
+        alike = self.found.setdefault(likeness(arguments, tensors, unit), [])
+        tensors = distinct(tensors)
+        sizes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
+        for i in (1, 2) if unit else ():
+            sizes[i][2], strides[i][:3] = None, [None] * 3  # type: ignore[list-item]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+        alike.insert(0, (guards.check, value))
+        del alike[MOST_ALIKE:]
+
+
+def distinct(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Tensors as objects that differ: TensorGuards finds no call alike that has one of them twice."""
+    return tensors if len({*map(id, tensors)}) == len(tensors) else [x.view_as(x) for x in tensors]
+
+
+def likeness(arguments: Hashable, tensors: Sequence[Tensor], unit: int) -> Hashable:
+    """The same for calls that are alike, see `Known`; few others have it too."""
+    places = len(tensors)
+    for x in tensors:
+        places = places * ALIGNMENT + x.data_ptr() % ALIGNMENT
+    grown = unit and growth(unit, tensors[1].shape, tensors[1].stride(), tensors[2].shape, tensors[2].stride())
+    return arguments, tensors[0].shape, places, grown
 
 
 @lru_cache(maxsize=1024)
-def growth(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> Hashable:
-    """What `likeness` has of a tensor that grows: besides T's units, all that Triton compiles a kernel for."""
-    B, H, T, D = shape
-    return B, H, T // -unit, D, *((x == 1, x % 16 == 0, x >= 2**31) for x in (T, *strides))
+def growth(unit: int, *layouts: tuple[int, ...]) -> Hashable:
+    """What launches depend on of two tensors that grow, given their shapes and strides: besides T's units, all that
+    Triton compiles a kernel for."""
+    k, k_strides, v, v_strides = layouts
+    lengths = *k[2:3], *v[2:3]
+    kinds = ((x == 1, x % 16 == 0, x >= 2**31) for x in (*lengths, *k_strides, *v_strides))
+    return *(T // -unit for T in lengths), *kinds
 
 
-def replayed(function: Callable[..., Any], tensors: Sequence[Tensor], *rest: Hashable, alike: Hashable = None) -> Any:
+def replayed(
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    *rest: Hashable,
+    replays: Any = None,
+    also: Hashable = None,
+    unit: int = 0,
+) -> Any:
     """function(tensors, *rest), whose results are tensors that it allocates.
 
-    alike  what `rest` and the `likeness` of tensors follow from, where that is known
+    replays  those of calls alike, where they are known: all but `also` follows from it
+    unit     see `Known.get`
     """
     first = tensors[0]
     if not first.is_cuda or has_hooks() or first.get_device() != torch.cuda.current_device():
         return function(tensors, *rest)
-    key = function, alike or (rest, likeness(tensors))
-    replay = REPLAYS.get(key)
+    if replays is None and (replays := CALLS.get(rest, tensors, unit)) is None:
+        CALLS.put(replays := {}, rest, tensors, unit)
+    key = function, also
+    replay = replays.get(key)
     if replay:
         return replay(tensors)
     if replay is None:  # a call that comes once is not worth a recording
-        if len(REPLAYS) >= MOST_REPLAYS:
-            REPLAYS.clear()
-        REPLAYS[key] = False
+        replays[key] = False
         return function(tensors, *rest)
     with Recording() as recording:
         results = function(tensors, *rest)
     try:
-        REPLAYS[key] = Writer(recording, tensors, results).replay()
+        replays[key] = Writer(recording, tensors, results).replay()
     except (UnrecordedError, ImportError, AttributeError, KeyError, StopIteration):  # Triton has other names
-        REPLAYS[key] = lambda tensors: function(tensors, *rest)
+        replays[key] = lambda tensors: function(tensors, *rest)
     return results
 
 
@@ -127,10 +186,13 @@ def same(x: Tensor, room: Tensor) -> bool:
     return x.data_ptr() == room.data_ptr() and x.shape == room.shape and x.stride() == room.stride()
 
 
-def has_hooks() -> bool:
+def has_hooks() -> Any:
     """Whether a profiler is to hear of each launch."""
-    runtime = triton.knobs.runtime
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+
+
+CALLS = Known()  # (function, also) -> Replay of each; False: one such call was seen
 
 
 class Writer:

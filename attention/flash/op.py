@@ -5,7 +5,7 @@ break; the dropout key is a tensor among their arguments, so new steps and repla
 """
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -35,12 +35,12 @@ if HAS_TRITON:
     import triton
 
     from .backward import Gradients, room_for_ds, slopes_gradient
-    from .decode import flash_decode, likeness_of_cache, present, run_decode
+    from .decode import UNIT, compute_decode, flash_decode, present, run_decode
     from .formula import numbers_of_keys, readable, sums_of, with_row_terms
     from .formula_gradients import learned_gradients
     from .forward import scale_gradient, scaled_queries
     from .horizon import find_horizons, find_key_horizons
-    from .launch import MOST_REPLAYS, likeness, replayed
+    from .launch import Known, replayed
     from .paths import PATHS, choose_path, describe_path, no_fp8_gradients
     from .score import GRAIN
     from .tiles import addressable, rows_like
@@ -152,16 +152,18 @@ def horizons(q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, compiling: bool) 
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: Spec, q_start: int, k_start: int, alike: Any = None
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int, k_start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and lse2 as `forward` gives them; inputs, spec and positions are those of a KernelCall."""
-    return replayed(compute_forward, (q, k, v, *inputs), spec, q_start, k_start, alike=alike)
+    return replayed(compute_forward, (q, k, v, *inputs), Spec.read(spec), q_start, k_start)
 
 
-def compute_forward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`run_forward`."""
+def compute_forward(
+    tensors: Sequence[Tensor], spec: Spec, q_start: int, k_start: int, n_results: int = 3
+) -> tuple[Tensor, ...]:
+    """`run_forward`'s first results. A replay allocates no others."""
     q, k, v, *inputs = tensors
-    call = KernelCall(spec, Inputs.of(spec, inputs), *positions)
+    call = KernelCall(spec, Inputs.of(spec, inputs), q_start, k_start)
     check(q.shape[-1], q.dtype, q.device)
     out = torch.empty_like(q)
     with DeviceOf(q):
@@ -171,7 +173,7 @@ def compute_forward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> t
             q = scaled_queries(q, call.inputs.factors)
         lse, lse2 = PATHS[name].forward(q, k, v, out, call)
         lse = with_row_terms(lse, call)
-    return out, lse, lse2
+    return (out, lse, lse2)[:n_results]
 
 
 def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,27 +181,17 @@ def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32), rows_like(q)
 
 
-def forward_from_text(
-    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int, k_start: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`run_forward`, with its Spec as text."""
-    return run_forward(q, k, v, inputs, Spec.read(spec), q_start, k_start)
+flash_forward = custom_operator("flash_forward", run_forward, fake_forward)
 
 
-flash_forward = custom_operator("flash_forward", forward_from_text, fake_forward)
-
-
-def run_backward(
-    do: Tensor, saved: Sequence[Tensor], spec: Spec, q_start: int, k_start: int, alike: Any = None
-) -> list[Tensor]:
+def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
     """The gradients of q, k and v, as `empty_gradients` lays them out, of learned tensors, of slopes that are learned,
     of the sinks, and of factors that are learned.
 
     do     the gradient of out
     saved  q, k, v, out, lse2 and `Inputs.present`
     """
-    alike = alike and (alike, do.stride(), do.data_ptr() % ALIGNMENT)
-    return [*replayed(compute_backward, (do, *saved), spec, q_start, k_start, alike=alike)]
+    return [*replayed(compute_backward, (do, *saved), Spec.read(spec), q_start, k_start)]
 
 
 def compute_backward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> list[Tensor]:
@@ -237,12 +229,7 @@ def fake_backward(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> li
     return [*empty_gradients(q, k, v), *(x.new_empty(x.shape) for x in others)]
 
 
-def backward_from_text(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
-    """`run_backward`, with its Spec as text."""
-    return run_backward(do, saved, Spec.read(spec), q_start, k_start)
-
-
-flash_backward = custom_operator("flash_backward", backward_from_text, fake_backward)
+flash_backward = custom_operator("flash_backward", run_backward, fake_backward)
 
 
 @lru_cache(maxsize=1024)
@@ -280,10 +267,14 @@ def backward(ctx: Any, do: Tensor | None) -> tuple[Any, ...]:
     of_inputs = [None] * len(inputs)
     if do is None:
         return *[None] * 4, *of_inputs
-    spec, *rest = ctx.call
-    run = flash_backward if isinstance(spec, str) else run_backward
-    gradients = run(do, saved, spec, *rest)
-    places = places_of_gradients(Spec.read(spec) if isinstance(spec, str) else spec) if inputs else ()
+    spec, *positions, replays = ctx.call
+    if isinstance(spec, str):
+        gradients = flash_backward(do, saved, spec, *positions)
+        spec = Spec.read(spec)
+    else:
+        also = do.stride(), do.data_ptr() % ALIGNMENT
+        gradients = replayed(compute_backward, (do, *saved), spec, *positions, replays=replays, also=also)
+    places = places_of_gradients(spec) if inputs else ()
     n_qkv = len(gradients) - len(places)
     for place, gradient in zip(places, gradients[n_qkv:], strict=True):
         of_inputs[place] = gradient
@@ -303,8 +294,11 @@ class Flash(torch.autograd.Function):
     def forward(
         ctx: Any, call: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        run = flash_forward if isinstance(call[0], str) else run_forward
-        out, lse, lse2 = run(q, k, v, inputs, *call)
+        spec, *positions, replays = call
+        if isinstance(spec, str):
+            out, lse, lse2 = flash_forward(q, k, v, inputs, spec, *positions)
+        else:
+            out, lse, lse2 = replayed(compute_forward, (q, k, v, *inputs), spec, *positions, replays=replays)
         ctx.save_for_backward(q, k, v, out, lse2, *inputs)
         ctx.call = call
         ctx.mark_non_differentiable(lse, lse2)
@@ -323,7 +317,7 @@ def flash_from_text(
 
     torch 2.11 keeps what a bare autograd function saves.
     """
-    return Flash.apply((spec, q_start, k_start), q, k, v, *inputs)
+    return Flash.apply((spec, q_start, k_start, None), q, k, v, *inputs)
 
 
 flash = custom_operator("flash", flash_from_text, None)
@@ -335,14 +329,15 @@ def is_selectively_recomputed() -> bool:
     return any(type(mode).__module__ == checkpoint.__name__ for mode in modes)
 
 
-def asked_alone(given: dict[str, Any]) -> tuple[Score, float | None] | None:
-    """The score and the scale of a call that is given nothing else, and that no compiler or mode of torch watches."""
+def asked_alone(given: dict[str, Any]) -> tuple[Score, float | None, bool] | None:
+    """The score and the scale of a call that is given nothing else, and that no compiler or mode of torch watches; and
+    whether gradients are enabled."""
     if torch.compiler.is_compiling() or _len_torch_dispatch_stack() or not HAS_TRITON:
         return None
     for name, x in given.items():
         if x is not None and x is not ONE_DOCUMENT and name not in {"score", "scale", "return_lse"}:
             return None
-    return given.get("score", CAUSAL), given.get("scale")
+    return given.get("score", CAUSAL), given.get("scale"), torch.is_grad_enabled()
 
 
 class FlashAttention(Attention):
@@ -357,47 +352,46 @@ class FlashAttention(Attention):
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
-        self.known: dict[Hashable, tuple[Spec, object]] = {}  # the object stands for all that launches depend on
+        # Of calls that were checked: their Spec, whether they have gradients, and their replays.
+        self.known: Any = Known() if HAS_TRITON else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> AttentionOutput:
         """`Attention.__call__`. A call like an earlier one, of q, k and v alone, is not looked at again."""
         if (asked := asked_alone(given)) is None:
             return Attention.__call__(self, q, k, v, **given)
-        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        key = likeness((q, k, v)), asked, learns
-        if (known := self.known.get(key)) is None:
+        tensors = q, k, v
+        if (known := self.known.get(asked, tensors)) is None:
             result = Attention.__call__(self, q, k, v, **given)
-            self.remember(key, q, k, v)
+            self.remember(asked, tensors, tensors)
             return result
-        spec, alike = known
+        (spec, learns, replays), n = known, 2 if given.get("return_lse") else 1
         if learns:  # hooks for saved tensors may give others back
-            out, lse, _ = Flash.apply((spec, 0, 0, None if _top_saved_tensors_default_hooks(False) else alike), q, k, v)
-        else:
-            out, lse, _ = run_forward(q, k, v, (), spec, 0, 0, alike)
-        return AttentionOutput(out, lse if given.get("return_lse") else None)
+            call = spec, 0, 0, None if _top_saved_tensors_default_hooks(False) else replays
+            return AttentionOutput(*Flash.apply(call, *tensors)[:n])
+        return AttentionOutput(*replayed(compute_forward, tensors, spec, 0, 0, n, replays=replays, also=n))
 
     def decode(self, q: Tensor, cache: Cache, **given: Any) -> AttentionOutput:
         """`Attention.decode`, as `__call__`."""
         if (asked := asked_alone(given)) is None:
             return Attention.decode(self, q, cache, **given)
-        tensors = present(cache)
-        key = likeness_of_cache(q, tensors), asked
-        if (known := self.known.get(key)) is None:
+        tensors = q, *present(cache)
+        unit = UNIT.value if len(tensors) == 4 else 0
+        if (known := self.known.get(asked, tensors, unit)) is None:
             result = Attention.decode(self, q, cache, **given)
-            self.remember(key, q)
+            self.remember(asked, tensors, (q,), unit)
             return result
-        out, lse = run_decode(q, tensors, (), *known)
-        return AttentionOutput(out, lse if given.get("return_lse") else None)
+        (spec, _, replays), n = known, 2 if given.get("return_lse") else 1
+        return AttentionOutput(*replayed(compute_decode, tensors, spec, len(tensors) - 1, n, replays=replays, also=n))
 
-    def remember(self, key: Any, *tensors: Tensor) -> None:
-        """A call that was checked, where the kernels take its tensors as they are; of no subclass."""
-        if (score := key[1][0]).expression or score.head_tensors or type(self) is not FlashAttention:
+    def remember(self, asked: Any, tensors: Sequence[Tensor], taken: Sequence[Tensor], unit: int = 0) -> None:
+        """A call that was checked, where the kernels take these of its tensors as they are; of no subclass."""
+        score, scale, learns = asked
+        if score.expression or score.head_tensors or type(self) is not FlashAttention:
             return
-        spec = self.call(tensors[0], score, ONE_DOCUMENT, key[1][1], None, {}).spec
-        if spec.scale > 0 and all(map(operator.is_, prepared(*tensors), tensors)):
-            if len(self.known) >= MOST_REPLAYS:
-                self.known.clear()
-            self.known[key] = spec, object()
+        spec = self.call(taken[0], score, ONE_DOCUMENT, scale, None, {}).spec
+        if spec.scale > 0 and all(map(operator.is_, prepared(*taken), taken)):
+            learns = learns and any(x.requires_grad for x in tensors)
+            self.known.put((spec, learns, {}), asked, tensors, unit)
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)
@@ -474,9 +468,9 @@ class FlashAttention(Attention):
         if compiling or is_selectively_recomputed():
             out, lse, _ = flash(q, k, v, present, spec.text(), *positions)
         elif torch.is_grad_enabled():
-            out, lse, _ = Flash.apply((spec, *positions), q, k, v, *present)
+            out, lse, _ = Flash.apply((spec, *positions, None), q, k, v, *present)
         else:
-            out, lse, _ = run_forward(q, k, v, present, spec, *positions)
+            out, lse, _ = replayed(compute_forward, (q, k, v, *present), spec, *positions)
         return AttentionOutput(out if out.shape[-1] == D else out[..., :D], lse)
 
     def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:

@@ -1,5 +1,6 @@
 """What attention/flash/launch.py writes for a recorded call does with other tensors what the call does."""
 
+import copy
 import ctypes
 import inspect
 import re
@@ -10,12 +11,12 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 
 from attention.flash import launch as module
-from attention.flash.launch import Recording, UnrecordedError, Writer, launch, likeness
+from attention.flash.launch import Known, Recording, UnrecordedError, Writer, launch
 from attention.flash.tiles import Descriptor, strided
 
 
@@ -161,10 +162,21 @@ def test_keys_that_grow_are_passed_with_the_strides_and_the_length_that_they_hav
     ids=["one unit", "strides that 16 does not divide", "two units", "a length that 16 divides", "a length of 1"],
 )
 def test_keys_of_other_lengths_share_a_replay_where_the_kernel_is_the_same(T, S, D, same):
-    q, *others = torch.zeros(2, 4, 1, D), torch.zeros(2, 2, T, D), torch.zeros(2, 2, S, D)
-    a, b = (likeness([q, x, x, q], unit=128) for x in others)
-    assert (a == b) == same
-    assert likeness([q, others[0], others[0], q]) != likeness([q, others[1], others[1], q])
+    known, q = Known(), torch.zeros(2, 4, 1, D)
+    a, b = ((q, x, x, q) for x in (torch.zeros(2, 2, T, D), torch.zeros(2, 2, S, D)))
+    known.put("known", (), a, unit=128)
+    assert (known.get((), b, unit=128) == "known") == same
+
+
+def test_a_call_is_known_by_all_that_launches_depend_on():
+    known, (x, y) = Known(), torch.zeros(2, 4, 8, 16)
+    known.put("known", "causal", (x, x))
+    assert known.get("causal", (x, x)) == known.get("causal", (y, x)) == "known"
+    misaligned = torch.zeros(513)[1:].view(4, 8, 16)
+    for other in (x[1:], x.transpose(0, 1), x.mT.contiguous().mT, x.double(), nn.Parameter(x), misaligned):
+        assert known.get("causal", (y, other)) is None
+    for one, arguments, tensors in ((known, "full", (x, y)), (copy.copy(known), "causal", (x, y))):
+        assert one.get(arguments, tensors) is None
 
 
 def test_this_triton_has_the_names_that_replays_use():

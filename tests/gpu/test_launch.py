@@ -1,6 +1,7 @@
 """A call alike is replayed: it computes the same bits as one that Triton launches, on any stream, thread and GPU."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -39,11 +40,11 @@ def results(name, D, seed=0):
 @COMMON_SIZES
 @pytest.mark.parametrize("name", CALLS)
 def test_the_third_call_is_replayed_and_computes_the_same_bits(name, D, monkeypatch):
-    monkeypatch.setattr(launch, "REPLAYS", {})
+    monkeypatch.setattr(launch, "CALLS", known := launch.Known())
     first, second, third = (results(name, D, seed) for seed in (1, 0, 1))
     assert_equal(first, third)
     assert_equal(second, results(name, D))
-    written = [replay for replay in launch.REPLAYS.values() if replay and replay.__name__ == "replay"]
+    written = [x for _, kept in chain(*known.found.values()) for x in kept.values() if x and x.__name__ == "replay"]
     assert len(written) == (1 if name in ("sinks", "positions") else 2)  # whose backward does more than launch
 
 
@@ -77,15 +78,15 @@ def test_gradients_are_the_same_however_their_tensors_lie():
 
 
 @COMMON_SIZES
-def test_a_cache_that_is_made_anew_for_each_token_is_replayed(D, monkeypatch):
-    monkeypatch.setattr(launch, "REPLAYS", {})
+def test_a_cache_that_is_made_anew_for_each_token_is_replayed(D):
     attend, q = build_attention(AttentionConfig("flash")), torch.randn(2, 4, 1, D, device="cuda").bfloat16()
     k, v = torch.randn(2, 2, 2, 600, D, device="cuda").bfloat16()
     for n in range(1, 600):
         lengths = torch.full((2,), n, dtype=torch.int32, device="cuda")
         grown = Cache(k[:, :, :n].clone(), v[:, :, :n].clone(), lengths)
         assert_equal(attend.decode(q, grown, return_lse=True), attend.decode(q, Cache(k, v, lengths), return_lse=True))
-    recorded = [replay for replay in launch.REPLAYS.values() if replay]
+    kept = [kept for _, (_, _, kept) in chain(*vars(attend)["known"].found.values())]
+    recorded = [x for one in kept for x in one.values() if x]
     assert all(replay.__name__ == "replay" for replay in recorded)
     assert len(recorded) == 10  # for 5 units of keys, and each for lengths that 16 divides and for others
 

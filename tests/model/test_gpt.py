@@ -116,14 +116,12 @@ def test_each_site_of_the_residual_stream_has_a_separate_mask(recompute):
             module.register_forward_hook(partial(remember, name))
     tokens, _ = window()
     model.hidden(tokens, KEY)
-    keep = keep_mask(replace(KEY, layer=2**16 - 1), 0.25, 2, 5, 16, SMALL.n_embd)
-    weight = keep / 0.75
+    weight = keep_mask(replace(KEY, layer=2**16 - 1), 0.25, 2, 5, 16, SMALL.n_embd) / 0.75
     embedded = model.wte(tokens) + model.wpe.weight
     assert_close(seen["h.0"][0], embedded * weight[:, 0])
     for layer in range(SMALL.n_layers):
         (x, out), (_, attended), (_, mlp) = (seen[f"h.{layer}{part}"] for part in ("", ".attn", ".mlp"))
-        expected = x + attended * weight[:, 1 + 2 * layer] + mlp * weight[:, 2 + 2 * layer]
-        assert_close(out, expected)
+        assert_close(out, x + attended * weight[:, 1 + 2 * layer] + mlp * weight[:, 2 + 2 * layer])
 
 
 @pytest.mark.parametrize(("attention", "residual"), [(0.1, 0.0), (0.0, 0.1)])
@@ -157,8 +155,8 @@ def test_recomputation_stores_less():
 @pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=pytest.mark.slow), "blocks compiled"])
 def test_recomputing_around_attention_calls_the_kernel_once_and_changes_no_bit(way, monkeypatch):
     config = GPTConfig(n_layers=1, n_heads=2, n_embd=16, dropout=0.1)
-    kernel, results, stored = Mock(wraps=op.run_forward), {}, {}
-    monkeypatch.setattr(op, "run_forward", kernel)
+    kernel, results, stored = Mock(wraps=op.compute_forward), {}, {}
+    monkeypatch.setattr(op, "compute_forward", kernel)
     compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
     calls = {Recompute.none: 1, Recompute.around_attention: 1} | ({Recompute.block: 2} if way == "eager" else {})
     for recompute, times in calls.items():
