@@ -140,8 +140,7 @@ def planned(folders: list[Path], config: CompareConfig) -> Plan | None:
 def parse(arguments: list[str]) -> tuple[list[Path], CompareConfig]:
     """Folders and options. Raises UserError for an option or a value that is not known."""
     folders = [argument for argument in arguments if "=" not in argument or Path(argument).exists()]
-    options = [argument for argument in arguments if argument not in folders]
-    config = key_values(options, CompareConfig, "compare.py")
+    config = key_values([argument for argument in arguments if argument not in folders], CompareConfig, "compare.py")
     if config.referee is None and (config.commit or config.salt):
         raise ReportError("commit= and salt= are for the referee; name a track with referee=<track>.")
     if config.referee is not None and (folders or config.reference or config.wandb):

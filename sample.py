@@ -171,8 +171,7 @@ def write_export(run: Path, choice: ModelChoice, folder: Path) -> None:
         raise ConfigError(f"run={run} is a folder of transformers already; name a run folder, or leave export= out.")
     if reason := inexact(read_config(run).attention):
         raise ConfigError(f"{reason}, and transformers would compute another; only exact ones can be exported.")
-    on_any_machine = ModelChoice(choice.checkpoint, choice.weights, attention="naive", device="cpu")
-    trained = load_trained(run, on_any_machine)
+    trained = load_trained(run, ModelChoice(choice.checkpoint, choice.weights, attention="naive", device="cpu"))
     export(trained.model, trained.tokenizer, folder, trained.config.attention.dropout, load_template(run))
     print(f"wrote {folder}", file=sys.stderr)
 

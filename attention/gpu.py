@@ -34,6 +34,9 @@ def interpreter_refusal() -> str | None:
     return f"the interpreter of Triton {triton.__version__} fails with NumPy {numpy.__version__}; install 'numpy<2.4'"
 
 
+capability_of = lru_cache(torch.cuda.get_device_capability)  # torch takes microseconds, and a call asks several times
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """The GPU's compute capability; Triton's interpreter stands in for a Hopper GPU.
 
@@ -42,12 +45,6 @@ def capability(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 9, 0
     return torch.cuda.get_device_capability(device) if device.index is None else capability_of(device)
-
-
-@lru_cache
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """`capability`, asked once for each GPU: torch takes microseconds to answer, and a call asks several times."""
-    return torch.cuda.get_device_capability(device)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -58,8 +58,7 @@ def documents(starts: Tensor) -> Layout:
 
     Runs on the tensor's device without waiting for it.
     """
-    ends = torch.searchsorted(starts, starts, right=True, out_int32=True)
-    return Layout(document_starts=starts, document_ends=ends)
+    return Layout(document_starts=starts, document_ends=torch.searchsorted(starts, starts, right=True, out_int32=True))
 
 
 def packed(cu_seqlens: Tensor, length: int) -> Layout:

@@ -322,8 +322,7 @@ class Watch(ExitStack):
                 attend = partial(self.compute, attn_mask is not None, dropout_p, is_causal, scale)
             if torch.compiler.is_compiling():
                 return attend(query, key, value)
-            meaning = Meaning(scale, attn_mask, is_causal, dropout=dropout_p)
-            return self.observe(attend, (query, key, value), meaning)
+            return self.observe(attend, (query, key, value), Meaning(scale, attn_mask, is_causal, dropout=dropout_p))
 
         return scaled_dot_product_attention
 

@@ -197,8 +197,7 @@ def load_position(partial: Path, recipe: dict[str, Any]) -> Position | None:
         position = Position(**content)
         dtype = token_dtype(load_tokenizer(partial))
         for split, counts in position.splits.items():
-            marks = (partial / f"{split}.answers").exists()
-            for suffix, size in sizes(dtype, marks, **counts).items():
+            for suffix, size in sizes(dtype, (partial / f"{split}.answers").exists(), **counts).items():
                 if size and (partial / f"{split}.{suffix}").stat().st_size < size:
                     return None
     except (OSError, ValueError, KeyError, TypeError, DataError):

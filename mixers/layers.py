@@ -260,8 +260,7 @@ class LogisticRates(nn.Module):
 
     def forward(self, x: Tensor, fused: bool = False) -> Tensor:
         """(B, H, T, K); fused changes nothing."""
-        logits = self.proj(x).float().unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return F.logsigmoid(logits) / self.TEMPERATURE
+        return F.logsigmoid(self.proj(x).float().unflatten(-1, (self.heads, -1)).transpose(1, 2)) / self.TEMPERATURE
 
 
 class FixedRates(nn.Module):
@@ -274,8 +273,7 @@ class FixedRates(nn.Module):
     def forward(self, x: Tensor, fused: bool = False) -> Tensor:
         """(B, H, T, 1); fused changes nothing."""
         heads = torch.arange(self.heads, dtype=torch.float64, device=x.device)
-        rates = torch.log1p(-(2.0 ** (-5 - heads))).float()
-        return rates[None, :, None, None].expand(x.shape[0], -1, x.shape[1], 1)
+        return torch.log1p(-(2.0 ** (-5 - heads))).float()[None, :, None, None].expand(x.shape[0], -1, x.shape[1], 1)
 
 
 # By the decay and whether there is the delta rule; nothing decays without one.

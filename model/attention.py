@@ -93,8 +93,7 @@ class SelfAttention(nn.Module):
             self.value_weights = nn.Parameter(torch.full((mixed,), 1 / mixed))
         self.c_gate = None
         if config.gate is not Gate.none:
-            gates = self.n_heads if config.gate is Gate.head else width
-            self.c_gate = Linear(config.n_embd, gates, bias=config.bias)
+            self.c_gate = Linear(config.n_embd, self.n_heads if config.gate is Gate.head else width, bias=config.bias)
         for tensor in score.head_tensors:
             values = tensor.initial(self.n_heads, None)
             if tensor.learned:

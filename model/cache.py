@@ -82,9 +82,8 @@ class KVCache:
             self.table = self.host_table.to(device, copy=True)
         self.free = list(range(rows)) if size.pages is not None else []
         self.held: dict[int, list[int]] = {}  # slot -> its pages
-        shape = (rows, config.kv_heads, tokens, config.head_size)
         # Zeros, because a key that nobody sees still takes part with a weight of 0, and 0 times NaN is NaN.
-        zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
+        zeros = partial(torch.zeros, (rows, config.kv_heads, tokens, config.head_size), dtype=dtype, device=device)
         states = mixer_states(config, size.slots, device, dtype)
         self.layers = [
             states.get(layer) or Cache(zeros(), zeros(), self.lengths, self.table) for layer in range(config.n_layers)

@@ -180,8 +180,7 @@ def plan_for(product: Product, described: Pointer) -> Plan:
     check(library.cublasLtMatmulPreferenceSetAttribute(preference, MAX_WORKSPACE, ctypes.byref(workspace), size))
     found, count = Heuristic(), ctypes.c_int()
     results = 1, ctypes.byref(found), ctypes.byref(count)
-    state = handle(product.device)
-    check(library.cublasLtMatmulAlgoGetHeuristic(state, described, a, b, d, d, preference, *results))
+    check(library.cublasLtMatmulAlgoGetHeuristic(handle(product.device), described, a, b, d, d, preference, *results))
     check(library.cublasLtMatmulPreferenceDestroy(preference))
     if not count.value:
         raise RuntimeError(f"cuBLASLt has no algorithm for this product: {product}.")
@@ -271,8 +270,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
 def gelu_gradient(dy: Tensor, weight: Tensor, h: Tensor) -> Tensor:
     """(dy weight) GELU'(h), (N, width), of dy (N, C), weight (C, width) and h (N, width)."""
     if not has_fast_products(dy.device):
-        exact = h.to(torch.promote_types(h.dtype, torch.float32))
-        return ((dy @ weight) * gelu_derivative(exact)).to(h.dtype)
+        return ((dy @ weight) * gelu_derivative(h.to(torch.promote_types(h.dtype, torch.float32)))).to(h.dtype)
     dh = torch.empty_like(h)
     multiply_then(DGELU, aligned(dy), aligned(weight), dh, h)
     return dh

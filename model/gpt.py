@@ -220,8 +220,7 @@ class GPT(nn.Module):
 
         Returns (B, T, C). Raises ModelError.
         """
-        inputs = self.prepare(tokens, dropout_key, attend, document_starts, rows)
-        return self.ln_f(self.through_blocks(inputs)[0])
+        return self.ln_f(self.through_blocks(self.prepare(tokens, dropout_key, attend, document_starts, rows))[0])
 
     def prepare(
         self,

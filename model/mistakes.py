@@ -158,8 +158,7 @@ def scaling_mistakes(scaling: RopeScaling) -> Iterator[str]:
     if not scaling.factor >= 1:
         yield f"{at}.factor={scaling.factor} must be at least 1, the growth of the longest sequence."
     of_yarn, of_both = ("truncate", "attention_factor"), ("original", "fast", "slow")
-    foreign = {Scaling.linear: (*of_both, *of_yarn), Scaling.llama3: of_yarn}
-    for name in foreign.get(kind, ()):
+    for name in {Scaling.linear: (*of_both, *of_yarn), Scaling.llama3: of_yarn}.get(kind, ()):
         if getattr(scaling, name) != getattr(RopeScaling, name):
             yield f"{at}.{name}={getattr(scaling, name)} has no effect with {at}.kind={kind.value}; leave it out."
     if kind is not Scaling.linear and (scaling.original is None or scaling.original < 1):

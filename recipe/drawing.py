@@ -172,8 +172,7 @@ def log_axis(axes: Axes, low: float, high: float) -> None:
     """A logarithmic y axis from `low` to `high` with ticks a reader says aloud: 1, 2, 5, or powers of ten alone."""
     axes.set_yscale("log")
     axes.set_ylim(low, high)
-    steps = (1.0, 2.0, 5.0) if high / low < 300 else (1.0,)
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=steps, numticks=8))
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0) if high / low < 300 else (1.0,), numticks=8))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
 

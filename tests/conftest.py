@@ -53,8 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
             hasten()
     if "FORK_SERVER" in os.environ:  # a worker: what it starts is not forked unless a test asks for it
-        paths = os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = paths.removeprefix(FORKING).removeprefix(os.pathsep)
+        os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").removeprefix(FORKING).removeprefix(os.pathsep)
         return
     folder = tempfile.TemporaryDirectory(prefix="forks-")
     os.environ["FORK_SERVER"] = f"{folder.name}/socket"

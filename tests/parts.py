@@ -76,8 +76,7 @@ def built(
 ) -> GPT:
     """A model with dropout in its attention; the spread makes every parameter random, norms and mixing weights too."""
     torch.manual_seed(seed)
-    attend = build_attention(AttentionConfig(name, dropout=dropout))
-    model = GPT(config, vocab_size, seq_len, attend, **options)
+    model = GPT(config, vocab_size, seq_len, build_attention(AttentionConfig(name, dropout=dropout)), **options)
     if spread:
         randomize(model, spread)
     return model

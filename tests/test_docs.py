@@ -37,8 +37,7 @@ def test_the_attention_of_the_page_trains_from_a_file_and_agrees_with_naive(tmp_
         *("training.batch_size=2", "training.eval_every=0", "training.sample_tokens=0", "schedule.warmup_steps=0"),
         "hydra.run.dir=run",
     ]
-    said = completed(ROOT / "train.py", *command.split(), *small, folder=tmp_path)
-    assert "attention=mine.py:RowsAttention" in said
+    assert "attention=mine.py:RowsAttention" in completed(ROOT / "train.py", *command.split(), *small, folder=tmp_path)
     probed = read_metrics(tmp_path / "run" / "metrics.jsonl")
     errors = [record["parity/grad_rel_err"] for record in probed if "parity/grad_rel_err" in record]
     assert len(errors) == 2
@@ -78,8 +77,7 @@ def test_the_probe_of_the_page_measures_the_entropy_of_attention(monkeypatch):
         for name, parameter in model.named_parameters():
             if "c_attn" in name:
                 parameter.zero_()
-        probe = recall.build_recall("entropy", T, 65, "text", lambda: torch.arange(100).numpy() % 65)
-        found = probe.measure(model)
+        found = recall.build_recall("entropy", T, 65, "text", lambda: torch.arange(100).numpy() % 65).measure(model)
     mean = torch.arange(1, T + 1).double().log().mean().item()
     assert found == pytest.approx({"probe/entropy_0": mean, "probe/entropy_1": mean}, rel=1e-5)
     assert list(recall.unknown_recalls(["entropy"])) == []
@@ -98,8 +96,7 @@ def test_the_calls_of_the_pages_on_caches_and_variants_run():
 
 
 def test_the_call_of_the_peers_page_runs_or_is_refused_with_the_reason(capsys):
-    names = run_code_of("peers.md")
-    assert "out" in names or 'name="varlen" needs' in capsys.readouterr().out
+    assert "out" in run_code_of("peers.md") or 'name="varlen" needs' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda path: path.name)

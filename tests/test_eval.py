@@ -155,8 +155,7 @@ def test_results_survive_a_later_part_that_does_not_fit_in_memory(tmp_path):
 
 def test_documents_that_share_a_window_have_the_losses_of_documents_alone(tmp_path):
     """With positions that restart, documents that share a window have the losses that they have alone."""
-    config = DataConfig(documents=Documents.restart)
-    run = make_run(tmp_path / "run", "rotary", config)
+    run = make_run(tmp_path / "run", "rotary", DataConfig(documents=Documents.restart))
     documents = ["first one", "the second", "3rd"]
     path = write_lines(tmp_path / "docs.jsonl", [{"text": document} for document in documents])
     together = evaluated(run, "data=text", f"data.path={path}", f"seq_len={T}")[f"{path} seq_len={T}"]

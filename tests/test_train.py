@@ -97,8 +97,7 @@ def test_attention_of_another_function_is_recorded_as_one_and_refused_by_the_pro
 
 def test_a_complete_run_whose_model_generates_no_text_says_so(config, monkeypatch, capsys):
     monkeypatch.setitem(IMPLEMENTATIONS, "even", EvenAttention)
-    folder = run(config, attention=AttentionConfig("even"))
-    assert summary(folder)["status"] == "completed"
+    assert summary(run(config, attention=AttentionConfig("even")))["status"] == "completed"
     assert "complete, but has no sample (ValueError: only even lengths); training.sample_tokens=0 asks" in (
         capsys.readouterr().out
     )

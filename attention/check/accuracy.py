@@ -172,8 +172,7 @@ def smallest_failure(session: Session, case: Case, verdict: Verdict, way: Way = 
             return None
         return min(wrong, key=lambda v: RESULTS.index(v.name), default=None)
 
-    again = judged(case)
-    if again is None:
+    if judged(case) is None:
         what = f"{in_words(verdict, case, way)}; a repetition of the call was right, so the input alone does not decide"
         return Failure(what, case)
     if "fp32" in session.dtypes and judged(replace(case, dtype="fp32")):  # in which an error is clearest

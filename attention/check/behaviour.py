@@ -274,8 +274,7 @@ def in_ways(
 def evaluation(session: Session) -> Line:
     """A call without gradients is as right as one with gradients."""
     ways = [Way(f" under torch.{mode}()", f"torch.{mode}()", of=()) for mode in ("no_grad", "inference_mode")]
-    fine = "right without gradients too"
-    return in_ways(session, "without gradients", ways, fine, ((65, 65), (1, 130), (128, 128)))
+    return in_ways(session, "without gradients", ways, "right without gradients too", ((65, 65), (1, 130), (128, 128)))
 
 
 def some_gradients(session: Session) -> Line:

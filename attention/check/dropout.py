@@ -128,8 +128,7 @@ def scheme(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
 def replay(session: Session) -> Line:
     """The output and the gradients, judged with the mask of the forward pass."""
     subject, calls, wrong, share, name = session.subject, 0, list[Failure](), 0.0, "replay"
-    sizes = ((64, 64, 32), (97, 97, 32), (33, 130, 64), (1, 70, 16), (129, 129, 16))
-    for T, S, D in sizes:
+    for T, S, D in ((64, 64, 32), (97, 97, 32), (33, 130, 64), (1, 70, 16), (129, 129, 16)):
         for dtype in session.timely(session.dtypes):
             case = session.case(T, S, dtype, D=D, dropout=RATE, seed=session.seed + 2)
             try:

@@ -111,8 +111,7 @@ def text(report: Report) -> str:
 def as_json(report: Report) -> str:
     """The report as JSON. Its field `correct` is the verdict."""
     verdict = {"correct": report.compared() and not report.failed(), "headline": report.headline()}
-    content = verdict | asdict(report) | {"allowed": sorted(report.allowed)}
-    return json.dumps(content, indent=1, default=str)
+    return json.dumps(verdict | asdict(report) | {"allowed": sorted(report.allowed)}, indent=1, default=str)
 
 
 def write(path: Path, content: str, mode: str = "w") -> None:

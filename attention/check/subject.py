@@ -420,14 +420,13 @@ def find(target: str, features: Iterable[str] = (), style: str | None = None) ->
     declared |= getattr(function, "features", frozenset())
     if "full" in declared and style == "plain" and signature.name("causal") is None:
         offered -= {"causal"}  # without a parameter it computes one of the two
-    supported = (offered | declared) - getattr(function, "without", frozenset())
     return Subject(
         target,
         imports,
         expression,
         function,
         style,
-        supported,
+        (offered | declared) - getattr(function, "without", frozenset()),
         asked_style=asked_style,
         exact=getattr(function, "exact", True),
     )

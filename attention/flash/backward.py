@@ -554,8 +554,6 @@ def unseen_kernel(ds, T, S, H, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.c
 def fill_unseen(ds: Tensor, call: KernelCall, rows: int, keys: int, mode: Mode) -> None:
     """Write the zeros of ds, of which the backward writes tiles of so many queries and keys."""
     B, H, T, S = ds.shape
-    blocks = Blocks(rows, keys, 8, 1)
-    inputs = kernel_inputs(call, T, S)._replace(formula=None)
     launch(
         unseen_kernel,
         (triton.cdiv(S, keys), B * H),
@@ -563,9 +561,9 @@ def fill_unseen(ds: Tensor, call: KernelCall, rows: int, keys: int, mode: Mode) 
         T,
         S,
         H,
-        inputs,
+        kernel_inputs(call, T, S)._replace(formula=None),
         launch_scalars(call, 1),
-        BLOCKS=blocks,
+        BLOCKS=Blocks(rows, keys, 8, 1),
         MODE=mode,
         num_warps=8,
         enable_fp_fusion=True,

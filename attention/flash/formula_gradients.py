@@ -299,8 +299,7 @@ class Pass:
         count = max(last - first + 1, 1)
         parts = max(1, min(self.S // (8 * BN), MOST_PROGRAMS // (count * self.B * self.H)))
         target = self.empty(self.B, self.H, count, parts, 2 * BN)
-        grid = (count * parts, self.B * self.H)
-        self.run(diagonals_kernel, grid, target, [number], 4 * first + 2, 4 * parts + 2)
+        self.run(diagonals_kernel, (count * parts, self.B * self.H), target, [number], 4 * first + 2, 4 * parts + 2)
         by_tile = target.sum(3, dtype=torch.float64)
         sums = by_tile.new_zeros(self.B, self.H, count * BM + 2 * BN)
         for start in range(0, 2 * BN, BM):  # parts of BM entries, each added to the diagonal it belongs to

@@ -141,8 +141,7 @@ class Entries(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        d_x = sum_of_entries(d_out, list(ctx.saved_tensors), ctx.shape)
-        return d_x.to(ctx.dtype), *[None] * len(ctx.saved_tensors)
+        return sum_of_entries(d_out, list(ctx.saved_tensors), ctx.shape).to(ctx.dtype), *[None] * len(ctx.saved_tensors)
 
 
 def entries(x: Tensor, index: Sequence[Tensor]) -> Tensor:

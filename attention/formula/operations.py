@@ -288,8 +288,7 @@ def unary(op: str, a: Operand) -> Node:
         x = real(x)
     if (folded := fold(FUNCTIONS[op], x)) is not None:
         return folded
-    kind = "whole" if op == "floor" or x.kind == "whole" else "real"
-    return make(op, (x,), kind=kind)
+    return make(op, (x,), kind="whole" if op == "floor" or x.kind == "whole" else "real")
 
 
 # The function that makes the node of an operation, by the operation's name.

@@ -46,8 +46,7 @@ def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float) -> l
         try:
             attend = candidate.build(problem)
             rows[name]["path"] = candidate.path(problem)
-            known = expected if not problem.dropout or candidate.ours else None
-            rows[name] |= try_out(attend, inputs, dout, known)
+            rows[name] |= try_out(attend, inputs, dout, expected if not problem.dropout or candidate.ours else None)
             able[name] = attend
         except Exception as error:  # a peer may fail in any way; the others continue
             rows[name] |= failure(error)
@@ -61,8 +60,7 @@ def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float) -> l
 
     for direction, prepare, flops in zip(PASSES, (forward, backward), problem.flops(), strict=True):
         turns = {name: partial(prepare, attend) for name, attend in able.items()}
-        timings = interleaved(turns, problem.device, seconds)
-        for name, timing in timings.items():
+        for name, timing in interleaved(turns, problem.device, seconds).items():
             if isinstance(timing, Exception):
                 rows[name] |= failure(timing)
                 del able[name]

@@ -55,10 +55,9 @@ def launches(architecture: int) -> Iterator[Launch]:
         lambda: launch_add_norm_gradient(x, out, x, stats, bits, 1.1, weight, 1),
     )
     for dtype in (torch.bfloat16, torch.float32):
-        terms = torch.empty(4, 2**20, dtype=dtype)
         yield Launch(
             f"exchange/sm{architecture}/sum-{str(dtype).split('.')[1]}",
-            partial(launch_add_pairwise, terms, torch.empty(2**20)),
+            partial(launch_add_pairwise, torch.empty(4, 2**20, dtype=dtype), torch.empty(2**20)),
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from recipe.compare.arena_results import Arena, Comparison, compare_arms, race
+from recipe.compare.arena_results import Arena, compare_arms, race
 from recipe.compare.arena_tables import (
     cost_table,
     lr_table,
@@ -89,23 +89,22 @@ def as_json(arena: Arena) -> dict[str, Any]:
         "margin": arena.plan.margin,
         "losses": {name: arm.losses for name, arm in arena.arms.items()},
         "learning_rates": {name: arm.tried for name, arm in arena.arms.items()},
-        "arms": {one.arm.name: _comparison(one) for one in arena.comparisons},
-    }
-
-
-def _comparison(one: Comparison) -> dict[str, Any]:
-    return {
-        "verdict": one.verdict.value,
-        **_differences(one.test),
-        "interval_at_level": one.interval,
-        "p": one.p,
-        "p_sign_flip": one.p_sign_flip,
-        "margin": one.margin,
-        "differences": one.differences,
-        "diverged": one.diverged,
-        "at_equal_time": _differences(one.at_equal("throughput/step_ms")),
-        "at_equal_flops": _differences(one.at_equal("flops_per_token")),
-        "race": race(one.arm, one.baseline)._asdict(),
+        "arms": {
+            one.arm.name: {
+                "verdict": one.verdict.value,
+                **_differences(one.test),
+                "interval_at_level": one.interval,
+                "p": one.p,
+                "p_sign_flip": one.p_sign_flip,
+                "margin": one.margin,
+                "differences": one.differences,
+                "diverged": one.diverged,
+                "at_equal_time": _differences(one.at_equal("throughput/step_ms")),
+                "at_equal_flops": _differences(one.at_equal("flops_per_token")),
+                "race": race(one.arm, one.baseline)._asdict(),
+            }
+            for one in arena.comparisons
+        },
     }
 
 

@@ -145,7 +145,6 @@ def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report
         for n, (sweep, found, settings) in enumerate(zip(sweeps, verdicts, differing, strict=True), 1)
     )
     spoken = next((section.headline for section in sections if section.headline.tone == "broken"), sections[0].headline)
-    judged = any(verdict.agreements for found in verdicts for verdict in found)
     report = Report(
         spoken,
         sections,
@@ -153,7 +152,7 @@ def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report
         run_set.runs,
         labels_of(run_set.runs),
         where,
-        method="method.j2" if judged else None,
+        method="method.j2" if any(verdict.agreements for found in verdicts for verdict in found) else None,
     )
     write_page(report, out, reference=reference, margin=f"{PARITY_MARGIN:g}")
     return report

@@ -58,8 +58,7 @@ def write_referee_page(judge: Judge, edit: dict[str, Any]) -> Path | None:
         [str(one["seed"]), signed(float(one["difference"])), f"{one['log_evidence']:.2f}"] for one in edit["pairs"]
     ]
     headline = Headline(verdict(edit), "better" if edit["verdict"] == KEPT else "undecided")
-    columns = ["seed", "bits per byte", "log evidence"]
-    tables = table("pairs", "Edit less best", columns, pairs), leaderboard(judge)
+    tables = table("pairs", "Edit less best", ["seed", "bits per byte", "log evidence"], pairs), leaderboard(judge)
     section = Section("", f"Track {judge.name}", subtitle(found.runs), headline, (), tables)
     report = Report(headline, (section,), found.notes, found.runs, labels, dict.fromkeys(labels, ""), "commit")
     write_page(report, judge.home)

@@ -195,8 +195,7 @@ def false_verdicts(draw: Draw, arms: int, looks: Sequence[int]) -> float:
     false = np.zeros(len(drawn), bool)
     for n in looks:
         p = paired(drawn[:, :, :n]).p
-        levels = np.array([holm_levels(list(of_sweep), ALPHA / len(looks)) for of_sweep in p])
-        false |= (p <= levels).any(1)
+        false |= (p <= np.array([holm_levels(list(of_sweep), ALPHA / len(looks)) for of_sweep in p])).any(1)
     return float(false.mean())
 
 

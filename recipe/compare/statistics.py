@@ -260,5 +260,4 @@ def hopeless(gains: Gains, calibration: Calibration) -> Any:
     """Whether an edit is dropped now: after one pair if that one is no gain, later if the mean gain is small."""
     if gains.n == 1:
         return gains.mean <= 0
-    deviation = np.sqrt((gains.squares + calibration.squares) / (gains.n - 1 + calibration.freedom))
-    return gains.mean <= FUTILE * deviation
+    return gains.mean <= FUTILE * np.sqrt((gains.squares + calibration.squares) / (gains.n - 1 + calibration.freedom))

@@ -144,8 +144,7 @@ class SharedTree(Exchange):
         """Put the sums in `.grad` of the optimizer's parameters, and clear the model's."""
         optimizer = self.optimizer
         for part, sums in self.parts:
-            shares = sums.finish().split([p.numel() // optimizer.ranks for p in part])
-            for p, rows in zip(part, shares, strict=True):
+            for p, rows in zip(part, sums.finish().split([p.numel() // optimizer.ranks for p in part]), strict=True):
                 optimizer.shards[p].grad = optimizer.of_rows(rows.view(-1, *p.shape[1:]), p)
         if self.rest is not None:
             self.rest.collect()

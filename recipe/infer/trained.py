@@ -75,8 +75,7 @@ class Loaded:
 
     def autocast(self) -> torch.autocast:
         """Autocast in the precision of the run's training."""
-        device = self.model.wte.weight.device.type
-        return torch.autocast(device, self.dtype, enabled=self.dtype is not torch.float32)
+        return torch.autocast(self.model.wte.weight.device.type, self.dtype, enabled=self.dtype is not torch.float32)
 
 
 @dataclass(frozen=True)

@@ -119,12 +119,11 @@ def build_trainer(config: Config, model: GPT, device: torch.device, world: World
     sharing = Sharing(model, world, config.parallel, device, training.precision.dtype)
     optimizer = sharing.share_update(build_optimizer(sharing.model, config.optimizer))
     exchange = sharing.exchange(optimizer, micro_steps)
-    network = compiled(sharing.computing, in_blocks) if training.compile else sharing.computing
     return Trainer(
         sharing,
         optimizer,
         exchange,
-        network,
+        compiled(sharing.computing, in_blocks) if training.compile else sharing.computing,
         training,
         config.seed,
         learning_rate=rate,

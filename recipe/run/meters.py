@@ -253,8 +253,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
     The name has to match as a whole: a laptop's RTX 4090, or a MIG slice of an H100, is another device.
     """
-    name = device_name.removeprefix("NVIDIA ").removeprefix("Tesla ")
-    half, tf32, fp32 = _PEAKS.get(name, (None, None, None))
+    half, tf32, fp32 = _PEAKS.get(device_name.removeprefix("NVIDIA ").removeprefix("Tesla "), (None, None, None))
     teraflops = {"bf16": half if tf32 else None, "fp16": half, "tf32": tf32, "fp32": fp32}[precision]
     return None if teraflops is None else teraflops * 1e12
 

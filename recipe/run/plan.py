@@ -173,8 +173,7 @@ def continued(plan: Plan, new: Plan, folder: Path) -> Plan:
 def write_plan(plan: Plan, folder: Path) -> None:
     """Write arena.json, with its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"format": FORMAT, **asdict(plan)}
-    write_atomically(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(folder / FILE, json.dumps({"format": FORMAT, **asdict(plan)}, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_plan(folder: Path) -> Plan | None:

@@ -252,8 +252,7 @@ def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> 
     do = torch.ones_like(q)
     learned = [tensor.name for tensor in score.head_tensors if tensor.learned]
     tensors = {name: torch.zeros(shape.n_heads, device=shape.device, requires_grad=True) for name in learned}
-    starts = torch.zeros(B, T, dtype=torch.int32, device=shape.device)
-    layout = documents(starts) if shape.documents else Layout()
+    layout = documents(torch.zeros(B, T, dtype=torch.int32, device=shape.device)) if shape.documents else Layout()
     key = DropoutKey(seed=0, step=0, layer=0, first_sequence=0)
     with torch.random.fork_rng(devices=[]), AllocationMeter() as meter:
         out = attend(q, k, v, score=score, layout=layout, dropout_key=key, tensors=tensors).out

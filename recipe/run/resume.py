@@ -65,8 +65,7 @@ def resumed(overrides: list[str]) -> list[str]:
             check_attention_file(folder, checkpoint, (recorded | earlier | typed)[key].value(), key in typed)
             break
     path = quoted(str(folder))
-    last = by_key([f"resume={path}", f"hydra.run.dir={path}", "hydra.mode=RUN"])
-    return lines(recorded | earlier | typed | last)
+    return lines(recorded | earlier | typed | by_key([f"resume={path}", f"hydra.run.dir={path}", "hydra.mode=RUN"]))
 
 
 def check_attention_file(run: Path, checkpoint: Path, name: Any, is_new: bool) -> None:

@@ -75,8 +75,7 @@ def broken(config: AttentionConfig, name: str) -> dict[str, object]:
 
 def errors(attend: Attention, exact: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """|out - fp64|, as large as out; not finite where out is not."""
-    out = attend(q, k, v, score=FULL).out.double()
-    return (out - exact(q.double(), k.double(), v.double(), score=FULL).out).abs()
+    return (attend(q, k, v, score=FULL).out.double() - exact(q.double(), k.double(), v.double(), score=FULL).out).abs()
 
 
 def growing_scores(T: int, S: int) -> tuple[Tensor, Tensor, Tensor]:

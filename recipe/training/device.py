@@ -63,8 +63,7 @@ def free_memory(device: torch.device) -> float:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     lines = Path("/proc/meminfo").read_text().splitlines()
-    kib = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return 1024.0 * next(kib, math.inf)
+    return 1024.0 * next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), math.inf)
 
 
 def resolve_precision(precision: Precision, device: torch.device) -> Precision:

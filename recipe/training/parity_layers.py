@@ -141,10 +141,9 @@ class Listener:
         higher = exact_dtype(inputs[0].dtype)
         try:
             q, k, v = (x.to(higher) for x in inputs)
-            steep = steepened(q, k, options["scale"]), k, v
             lines = [
                 self.line((q, k, v), options, tensors, where),
-                self.line(steep, options, tensors, where, ", steep scores"),
+                self.line((steepened(q, k, options["scale"]), k, v), options, tensors, where, ", steep scores"),
             ]
         except (AttentionError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):

@@ -238,8 +238,7 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.dtype is torch.float16:
             self.growth_tracker.copy_(torch.where(overflow, 0, (self.growth_tracker + 1) % STEPS_TO_DOUBLE))
-            grow = ~overflow & (self.growth_tracker == 0)
-            self.scale.mul_(torch.where(overflow, 0.5, torch.where(grow, 2.0, 1.0)))
+            self.scale.mul_(torch.where(overflow, 0.5, torch.where(~overflow & (self.growth_tracker == 0), 2.0, 1.0)))
         return {"train/loss": loss, "optim/grad_norm": norm} | dict(zip(["train/loss_mtp"], further, strict=False))
 
     def _whole_step(self, *tensors: Tensor) -> dict[str, Tensor]:

@@ -30,8 +30,7 @@ EACH_WRITE = pytest.mark.parametrize("write", [write_in_torch, write_kernel.writ
 
 def contiguous(lengths: list[int], capacity: int, H_kv: int, D: int, dtype: torch.dtype = torch.float32) -> Cache:
     """A cache whose slots without a token hold NaN, as fresh memory may."""
-    generator = torch.Generator().manual_seed(1)
-    k, v = torch.randn(2, len(lengths), H_kv, capacity, D, generator=generator).to(dtype)
+    k, v = torch.randn(2, len(lengths), H_kv, capacity, D, generator=torch.Generator().manual_seed(1)).to(dtype)
     for x in (k, v):
         for b, n in enumerate(lengths):
             x[b, :, n:] = torch.nan

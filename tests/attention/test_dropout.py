@@ -115,8 +115,7 @@ def test_neighbours_sequences_heads_and_keys_are_uncorrelated():
     assert_uncorrelated(keep[1:], keep[:-1])
     assert_uncorrelated(keep[:, 1:], keep[:, :-1])
     for field in ("seed", "step", "layer"):
-        other = replace(KEY, **{field: getattr(KEY, field) + 1})
-        assert_uncorrelated(keep_mask(other, 0.5, 8, 8, 128, 128), keep)
+        assert_uncorrelated(keep_mask(replace(KEY, **{field: getattr(KEY, field) + 1}), 0.5, 8, 8, 128, 128), keep)
 
 
 @pytest.mark.slow

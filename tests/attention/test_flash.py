@@ -198,14 +198,12 @@ def test_every_head_is_computed_where_the_last_section_is_not_full(monkeypatch):
 def test_a_negative_scale_does_not_overflow_fp16():
     q, k, v, _ = Case(1, 2, 1, 40, 40, 16).tensors(torch.float16, DEVICE)
     q, k = 1e4 * q, 1e-4 * k
-    out = flash()(q, k, v, scale=-8.0).out
-    assert_close(out, formula(-32 * q.double(), k.double(), v.double()).half())
+    assert_close(flash()(q, k, v, scale=-8.0).out, formula(-32 * q.double(), k.double(), v.double()).half())
 
 
 def test_the_operator_keeps_torchs_rules_where_an_input_is_copied():
     """Because it is not aligned; test_flash_score.py has the other inputs."""
-    x = torch.randn(1, 20, 3, 17, device=DEVICE)[..., 1:]
-    q, k, v = projected(x, 1, 20)
+    q, k, v = projected(torch.randn(1, 20, 3, 17, device=DEVICE)[..., 1:], 1, 20)
     assert assert_operators_keep_torchs_rules(flash(), q, k, v, q) == ["flash_forward", "flash_backward"]
 
 

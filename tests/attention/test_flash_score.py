@@ -110,8 +110,7 @@ def test_the_operator_keeps_torchs_rules_with_all_its_tensors():
         dropout_key=KEY.pack(torch.device(DEVICE)),
     )
     sinks = torch.tensor([0.5, -0.5], device=DEVICE)
-    names = assert_operators_keep_torchs_rules(attend, q, k, v, q, sinks=sinks)
-    assert names == ["flash_forward", "flash_backward"]
+    assert assert_operators_keep_torchs_rules(attend, q, k, v, q, sinks=sinks) == ["flash_forward", "flash_backward"]
 
 
 # Of these slopes the first leaves a query nothing but its neighbours, and the last two have no horizon.
@@ -150,9 +149,8 @@ def test_a_horizon_follows_the_largest_norm_of_many_rows():
     spec = Spec(Score(alibi=True), scale=1 / 16).text()
     quiet = run_horizons(q, k, slopes, spec)
     k[:, :, 16_500] *= 2
-    loud = run_horizons(q, k, slopes, spec)
     # Twice the largest score: from 2 x 16 to 2 x 32 in units of the slope, with 2 % of slack.
-    assert 32 <= (loud - quiet).item() <= 34
+    assert 32 <= (run_horizons(q, k, slopes, spec) - quiet).item() <= 34
 
 
 @pytest.mark.parametrize(

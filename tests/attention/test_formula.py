@@ -35,8 +35,7 @@ def test_a_formula_gives_what_python_gives_of_its_text_with_all_gradients(name):
         problem = draw(rng, text, KINDS[number % len(KINDS)], longest=33)
         if name == "flex":
             problem = replace(problem, dropout=0.0, sinks=None, score=replace(problem.score, sinks=False))
-        attend = build_attention(replace(options, dropout=problem.dropout))
-        assert_right(problem, attend, backward=name != "flex")
+        assert_right(problem, build_attention(replace(options, dropout=problem.dropout)), backward=name != "flex")
 
 
 @pytest.mark.parametrize("text", ["s + bias[h, i, j]", "tanh(s) * bias[h, i, j]"])

@@ -92,8 +92,7 @@ def test_the_outputs_besides_out_have_the_shapes_that_torch_expects(active):
     q = torch.randn(2, 3, 20, 16)
     with torch.device("meta"):
         expected = aten._scaled_dot_product_flash_attention(*3 * [torch.empty_like(q)])
-    got = aten._scaled_dot_product_flash_attention(q, q, q)
-    for x, y in zip(got, expected, strict=True):
+    for x, y in zip(aten._scaled_dot_product_flash_attention(q, q, q), expected, strict=True):
         assert type(x) is type(y)
         if isinstance(x, Tensor):
             assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())

@@ -86,8 +86,7 @@ def assert_near_eager(model: Any, name: str, inputs: dict[str, Any], real: Tenso
 def test_logits_and_gradients_are_those_of_eager_attention(model, name):
     if name == "flash" and torch.cuda.is_available():  # without a GPU its kernels run in Triton's interpreter
         model.to("cuda")
-    inputs = {"input_ids": tokens().to(model.device), "use_cache": False}
-    assert_near_eager(model, f"gpt_attention_{name}", inputs)
+    assert_near_eager(model, f"gpt_attention_{name}", {"input_ids": tokens().to(model.device), "use_cache": False})
 
 
 @MODELS

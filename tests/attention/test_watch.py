@@ -27,8 +27,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, **self.options)
-        return x + self.out(out.transpose(1, 2).flatten(2))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):

@@ -36,8 +36,7 @@ def test_half_lives_are_those_of_the_decays():
         assert percentile.tolist() == pytest.approx(expected, rel=1e-4)
     assert gla.shape == (3, 4)
     assert (gla[0] < gla[2]).all()
-    png = render_png(Chart("decays", "", "", lambda figure: draw(figure, [retnet, gla])))
-    assert png.startswith(b"\x89PNG")
+    assert render_png(Chart("decays", "", "", lambda figure: draw(figure, [retnet, gla]))).startswith(b"\x89PNG")
 
 
 def test_a_folder_that_is_no_run_is_refused_in_a_sentence(capsys, monkeypatch, tmp_path):

@@ -95,8 +95,7 @@ def test_a_batch_is_the_same_however_it_is_cut(data):
         assert {4 * np.asarray(part.learned).item() for part in parts} == {
             np.asarray(together.stored(step).learned).item()
         }
-    other = ChatBatches(rows, GlobalBatch(4), seed=2)
-    assert not np.array_equal(other.stored(0).inputs, together.stored(0).inputs)
+    assert not np.array_equal(ChatBatches(rows, GlobalBatch(4), seed=2).stored(0).inputs, together.stored(0).inputs)
     windows = chat_windows(rows, 2, 3)
     learned = torch.stack([window.learned for window in windows if window.learned is not None])
     assert learned.sum() == sum((window.targets >= 0).sum() for window in windows)

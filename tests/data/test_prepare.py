@@ -130,8 +130,7 @@ def test_damage_is_noticed_and_repaired(config, name, damage, capsys):
         path.write_bytes(content[:middle])
     else:
         path.unlink()
-    repaired = prepare(config)
-    assert repaired.manifest == sound.manifest
+    assert prepare(config).manifest == sound.manifest
     assert path.read_bytes() != content
     flaws = f"is corrupt|has {middle} bytes instead of {len(content)}|cannot be read \\(No such file or directory\\)"
     said = f"preparing {re.escape(f'{sound.folder} again: {path}')} ({flaws})\\.\n"
@@ -208,8 +207,7 @@ module.prepare(DataConfig("text", {config.path!r}, "bpe", 280, cache={config.cac
     [left] = contents(config.cache)
     assert left.startswith(".")
     assert not (Path(config.cache) / left / "manifest.json").exists()
-    position = json.loads((Path(config.cache) / left / "position.json").read_text())
-    assert position["rows"] == 5
+    assert json.loads((Path(config.cache) / left / "position.json").read_text())["rows"] == 5
     learned = (Path(config.cache) / left / "tokenizer.json").stat().st_mtime_ns
     capsys.readouterr()
     again = prepare(config)

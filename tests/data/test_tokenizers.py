@@ -78,8 +78,7 @@ def test_pieces_of_a_file_have_the_tokens_of_the_whole(learned, tmp_path):
     parts = list(pieces(tmp_path / "file.txt", 0, 10**9, block_size=997))
     assert "".join(parts) == text
     assert len(parts) > 100
-    tokens = np.concatenate([encoder(tokenizer)(part) for part in parts])
-    assert tokens.tolist() == tokenizer.encode_ordinary(text)
+    assert np.concatenate([encoder(tokenizer)(part) for part in parts]).tolist() == tokenizer.encode_ordinary(text)
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe", "gpt2"])

@@ -94,22 +94,19 @@ SCORES: dict[str, Any] = {
 @pytest.mark.parametrize(("score", "D", "dropout"), alternating(SCORES, [64, 111, 128, 256]))
 def test_error_of_changed_scores_in_bf16(score, D, dropout):
     T = 300 if D == 111 and "documents" not in SCORES[score] else 512
-    case = Case(2, 4, 2, T, 512, D, dropout=dropout, **SCORES[score])
-    assert_accurate(flash(dropout), case, torch.bfloat16, "cuda")
+    assert_accurate(flash(dropout), Case(2, 4, 2, T, 512, D, dropout=dropout, **SCORES[score]), torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("score", ["alibi", "everything"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_error_of_changed_scores_in_fp16_and_fp32(score, dtype):
-    case = Case(1, 4, 2, 200, 512, 64, dropout=0.17, **SCORES[score])
-    assert_accurate(flash(0.17), case, dtype, "cuda")
+    assert_accurate(flash(0.17), Case(1, 4, 2, 200, 512, 64, dropout=0.17, **SCORES[score]), dtype, "cuda")
 
 
 @pytest.mark.parametrize("score", ["window", "everything"])
 def test_changed_scores_are_right_through_pointers(score, monkeypatch):
     monkeypatch.setattr(gpu, "capability", lambda device: (8, 0))
-    case = Case(2, 4, 2, 512, 512, 64, dropout=0.17, **SCORES[score])
-    assert_accurate(flash(0.17), case, torch.bfloat16, "cuda")
+    assert_accurate(flash(0.17), Case(2, 4, 2, 512, 512, 64, dropout=0.17, **SCORES[score]), torch.bfloat16, "cuda")
 
 
 @EACH_PATH

@@ -132,8 +132,7 @@ def test_a_cuda_graph_replays_a_formula_with_new_values(text, path):
             for x, new in zip(held, fresh, strict=True):
                 x.copy_(new)
         graph.replay()
-        replayed = [x.clone() for x in results]
-        assert_equal(replayed, run(text, path, fresh, key))
+        assert_equal([x.clone() for x in results], run(text, path, fresh, key))
 
 
 @EACH_PATH

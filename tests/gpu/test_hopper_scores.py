@@ -98,8 +98,7 @@ def test_weights_of_capped_scores_stay_in_range(D):
 @pytest.mark.parametrize("D", [128, 256])
 @pytest.mark.parametrize("score", ["soft_cap", "alibi", "everything"])
 def test_error_of_changed_scores_in_fp16(score, D):
-    case = Case(1, 4, 2, 200, 512, D, dropout=0.17, **SCORES[score])
-    assert_accurate(flash(0.17), case, torch.float16, "cuda")
+    assert_accurate(flash(0.17), Case(1, 4, 2, 200, 512, D, dropout=0.17, **SCORES[score]), torch.float16, "cuda")
 
 
 @pytest.mark.parametrize(("window", "D"), [(1, 64), (65, 64), (129, 64), (64, 128), (128, 128), (64, 256), (129, 256)])
@@ -112,8 +111,7 @@ def test_windows_that_end_at_the_edge_of_a_tile(window, D):
 @pytest.mark.parametrize("lengths", [(128, 256, 64, 64), (127, 1, 129, 255), (1, 511), (64, 63, 65, 192, 128), (512,)])
 def test_documents_that_end_at_the_edge_of_a_tile(lengths, causal):
     for D, T in ((64, 512), (128, 512), (128, 333), (256, 333)):
-        case = Case(2, 2, 2, T, 512, D, causal=causal, documents=lengths)
-        assert_accurate(flash(), case, torch.bfloat16, "cuda")
+        assert_accurate(flash(), Case(2, 2, 2, T, 512, D, causal=causal, documents=lengths), torch.bfloat16, "cuda")
 
 
 @EACH_SIZE

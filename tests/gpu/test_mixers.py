@@ -65,8 +65,7 @@ def right(name):
 def test_the_packages_kernels_compute_the_recurrence(name):
     """Two documents and the rest, in heads of 64: the check of all cases is `gpt-attention check fla-<name>`."""
     subject = right(name)
-    case = Case("documents", subject.recurrence, (64, 64), (130, 1, 69), dtype="bf16")
-    assert judge(subject, case, CUDA).share <= 1
+    assert judge(subject, Case("documents", subject.recurrence, (64, 64), (130, 1, 69), dtype="bf16"), CUDA).share <= 1
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -105,8 +104,7 @@ def test_a_layers_gradients_are_those_of_plain_pytorch(name, documents):
                 out, state = layer(x, numbers)
         except MixerError as error:
             pytest.skip(str(error))
-        loss = out.float().square().sum()
-        results.append([out, state.inputs, *torch.autograd.grad(loss, [x, *layer.parameters()])])
+        results.append([out, state.inputs, *torch.autograd.grad(out.float().square().sum(), [x, *layer.parameters()])])
     names = ["out", "inputs", "x", *dict(layers["fla"].named_parameters())]
     for label, found, expected in zip(names, *results, strict=True):
         assert found is expected is None or distance(found, expected) < 0.05, label

@@ -198,8 +198,7 @@ def test_a_browser_shows_the_step_that_was_asked_for_and_the_numbers_of_every_al
 
 
 def test_the_page_holds_every_setting_and_needs_no_network(page):
-    text = page.read_text()
-    assert not re.search(r'(src|href)="(https?:)?//', text)
+    assert not re.search(r'(src|href)="(https?:)?//', page.read_text())
 
 
 @pytest.mark.slow

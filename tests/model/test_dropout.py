@@ -37,8 +37,7 @@ def test_dropped_values_are_zero_and_the_others_are_scaled_up(dtype):
     n_sites, B, T, C = SHAPES[0]
     x = torch.randn(B, T, C, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     for site, mask in enumerate(draw_masks(KEY, 0.1, n_sites, B, T, C, CPU)):
-        keep = keep_mask(replace(KEY, layer=LAYER), 0.1, B, n_sites, T, C)[:, site]
-        weight = keep.double() * 256 / (256 - 26)
+        weight = keep_mask(replace(KEY, layer=LAYER), 0.1, B, n_sites, T, C)[:, site].double() * 256 / (256 - 26)
         out = drop(x, mask)
         (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
         assert out.dtype == gradient.dtype == dtype

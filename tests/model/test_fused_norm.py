@@ -45,8 +45,7 @@ def expected(x: Tensor, out: Tensor, dropped: bool, norm: nn.Module) -> tuple[Te
     """The sum and its norm by the formulas, in the inputs' precision."""
     if dropped:
         B, T, C = x.shape
-        keep = keep_mask(KEY.at_layer(LAYER), P, B, 1, T, C, device=x.device)[:, 0]
-        out = torch.where(keep, out / (1 - P), 0)
+        out = torch.where(keep_mask(KEY.at_layer(LAYER), P, B, 1, T, C, device=x.device)[:, 0], out / (1 - P), 0)
     total = x + out
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if isinstance(norm, nn.LayerNorm):
@@ -148,8 +147,7 @@ def gradients(config: GPTConfig, recompute: Recompute, compiled: bool = False) -
     network = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     inputs, targets = window()
     with torch.autocast("cpu", torch.bfloat16):
-        losses = network(inputs, targets, dropout_key=KEY, further=further(inputs, targets))
-        model.objective(losses).backward()
+        model.objective(network(inputs, targets, dropout_key=KEY, further=further(inputs, targets))).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

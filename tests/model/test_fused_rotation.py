@@ -17,8 +17,7 @@ def inputs(dtype, T=6, D=8):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, T, 3, D, generator=generator, dtype=torch.float64).to(dtype)[:, :, :2]
     weight = torch.rand(D, generator=generator, dtype=torch.float64).to(dtype) + 0.5
-    config = GPTConfig(n_layers=1, n_heads=1, n_embd=D, positions=Positions.rotary)
-    tables = position_tables(config, T)
+    tables = position_tables(GPTConfig(n_layers=1, n_heads=1, n_embd=D, positions=Positions.rotary), T)
     assert tables.cos is not None
     assert tables.sin is not None
     return x, weight, tables.cos.double(), tables.sin.double()

@@ -108,8 +108,7 @@ class MaximumFromZero(Steps):
     """The running maximum begins at 0, so that rows far below it vanish."""
 
     def weights(self, s, lse):
-        p = super().weights(s, lse)
-        return torch.where(lse.unsqueeze(-1) < -90, torch.nan, p)
+        return torch.where(lse.unsqueeze(-1) < -90, torch.nan, super().weights(s, lse))
 
 
 @corner("shifts")

@@ -194,8 +194,7 @@ class Steps:
     def choose(self, hidden: Tensor) -> Tensor:
         """The next tokens (slots,) after hidden (slots, C)."""
         logits = self.model.logits(hidden, self.head)  # (slots, V) in the precision of products
-        noise = None if self.noise is None else self.noise.of(self.steps)
-        return self.sampling.pick(logits.float(), noise)
+        return self.sampling.pick(logits.float(), None if self.noise is None else self.noise.of(self.steps))
 
     def copy_to_host(self) -> tuple[Tensor, torch.cuda.Event | None]:
         """The newest tokens for the host and, on a GPU, the event after which they are there."""

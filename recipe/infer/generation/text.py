@@ -186,8 +186,7 @@ def continuations(
     stop  text that ends a continuation, and is not part of it
     """
     begin, added = time.perf_counter(), dict.fromkeys(engine.requests, "")
-    every = {request: continued(request, tokenizer, stop) for request in engine.requests}
-    for request, piece in texts(engine, every):
+    for request, piece in texts(engine, {request: continued(request, tokenizer, stop) for request in engine.requests}):
         added[request] += piece
         if request.finished:
             (index, sample), seconds = request.stream, round(time.perf_counter() - begin, 3)

@@ -58,8 +58,7 @@ def test_the_files_are_complete(folder, report):
     assert {path.name for path in out.iterdir()} == {"index.html", "runs.csv", "arena.json", "figures"}
     names = {path.stem for path in (out / "figures").glob("*.png")}
     assert names == {"forest", "loss", "recall-mqar"}
-    page = (out / "index.html").read_text()
-    assert "<b>&|" not in page.replace("&lt;b&gt;&amp;|", "")
+    assert "<b>&|" not in (out / "index.html").read_text().replace("&lt;b&gt;&amp;|", "")
     arms = json.loads((out / "arena.json").read_text())["arms"]
     verdicts = ["better", "worse", "equivalent", "undecided"]
     assert [(arm, found["verdict"]) for arm, found in arms.items()] == [*zip([*EFFECTS][1:], verdicts, strict=True)]

@@ -93,8 +93,7 @@ def test_at_equal_cost_the_dearer_arm_is_read_where_the_cheaper_one_ends(tmp_pat
         ("window", "throughput/step_ms"): 0.05, ("window", "flops_per_token"): 0.05 - 0.2,
     }  # fmt: skip
     for (arm, cost), difference in expected.items():
-        found = of(arena, arm).at_equal(cost)
-        assert found.mean == pytest.approx(difference)
+        assert of(arena, arm).at_equal(cost).mean == pytest.approx(difference)
 
 
 def test_the_race_ends_where_an_arm_reaches_the_baselines_final_loss(tmp_path):

@@ -189,8 +189,7 @@ def test_streams_of_random_numbers_are_exponential_and_independent():
         assert apart < 1.95 / math.sqrt(n)  # Kolmogorov-Smirnov, p = 0.001
     uniform = 1 - torch.exp(-e)
     for t in range(steps):
-        r = torch.corrcoef(uniform[:, t])
-        assert (r - torch.eye(slots)).abs().max() < 4.5 / math.sqrt(V)
+        assert (torch.corrcoef(uniform[:, t]) - torch.eye(slots)).abs().max() < 4.5 / math.sqrt(V)
     noise.begin(1, (0, 0))
     assert_close(noise.of(torch.zeros(slots, dtype=torch.int64))[1].double(), e[0, 0])
 

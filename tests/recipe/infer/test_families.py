@@ -114,8 +114,7 @@ def folders(kind: str, root: Path) -> Iterator[tuple[Any, Path]]:
 
 def read(folder: Path, dtype: torch.dtype = torch.float32) -> GPT:
     """The folder's model, as train.py builds it."""
-    start = start_from(str(folder))
-    config, computation = start.config(), Computation(dtype=dtype)
+    config, computation = start_from(str(folder)).config(), Computation(dtype=dtype)
     with torch.device("meta"):
         attend = build_attention(AttentionConfig())
         model = GPT(config.model, VOCAB, config.seq_len, attend, computation, score=config.score)

@@ -141,8 +141,7 @@ def test_a_folder_whose_model_no_block_here_computes_is_refused_by_name(content,
 
 
 def test_queries_keys_and_values_of_fewer_rows_than_promised_are_refused(tmp_path):
-    shape = transformers.LlamaConfig(**LLAMA, num_key_value_heads=2)
-    transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, num_key_value_heads=2)).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_key_value_heads": 4}))
     config = start_from(str(tmp_path)).config().model

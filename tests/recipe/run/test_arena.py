@@ -60,8 +60,7 @@ def start(tmp_path, monkeypatch):
 
 
 def test_learning_rates_come_first_and_each_arm_then_uses_its_best(start, tmp_path):
-    launched = start("arena.seeds=2").launched
-    (first, ahead, tried), (second, last, runs) = launched
+    (first, ahead, tried), (second, last, runs) = start("arena.seeds=2").launched
     assert (first, ahead, len(tried)) == (0, 4, 6)
     assert (second, last, len(runs)) == (6, 0, 4)
     assert [(job["arena.arm"], job["seed"], float(job["optimizer.lr"]), job["score"]) for job in runs] == [

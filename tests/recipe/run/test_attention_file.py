@@ -95,8 +95,7 @@ def test_a_run_trains_as_naive_does_and_goes_on_with_the_same_file_alone(folder,
     assert found == pytest.approx(expected, rel=1e-5)
     assert Path("run/mine.py").read_text() == FUNCTION
     checkpoint, _ = newest_valid(Path("run/checkpoints"))
-    digest = hashlib.sha256(FUNCTION.encode()).hexdigest()
-    assert read_manifest(checkpoint).metadata["attention_file"] == digest
+    assert read_manifest(checkpoint).metadata["attention_file"] == hashlib.sha256(FUNCTION.encode()).hexdigest()
 
     asked = ["run=run", "tokens=2", "prompt=to", "device=cpu"]
     for other in ([], ["attention=lib/other.py:attend"]):

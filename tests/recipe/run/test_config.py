@@ -62,8 +62,7 @@ def test_every_file_of_every_group_composes(file, tmp_path):
 
 @pytest.mark.parametrize("name", [file.stem for file in FILES if file.parent == Path("experiment")])
 def test_every_experiment_may_be_cut_to_three_steps(name):
-    job = compose.jobs([f"experiment={name}", "training.steps=3"])[0]
-    assert not list(mistakes(composed(*job)))
+    assert not list(mistakes(composed(*compose.jobs([f"experiment={name}", "training.steps=3"])[0])))
 
 
 def test_names_in_the_groups_are_those_of_the_registries():
@@ -335,8 +334,7 @@ def test_every_key_of_the_configuration_has_a_description_of_its_values():
 
 def test_a_preset_of_scores_is_changed_by_single_values():
     windowed, full = Score(window=1024, soft_cap=50.0), Score(soft_cap=50.0)
-    gemma = composed("score=gemma2", "score.window=1024").score
-    assert layer_scores(gemma, 4) == (windowed, full, windowed, full)
+    assert layer_scores(composed("score=gemma2", "score.window=1024").score, 4) == (windowed, full, windowed, full)
     own = composed("score=window", "score.layers=[{window:8},{sinks:true}]").score
     assert layer_scores(own, 2) == (Score(window=8), Score(window=64, sinks=True))
 

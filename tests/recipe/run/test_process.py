@@ -47,8 +47,7 @@ def test_a_program_ends_as_python_would_end_it(end, status, error, torn_down):
 
 
 def test_ctrl_c_before_a_program_runs_ends_it_with_a_sentence():
-    importing = PROGRAM.split("class Kept")[0] + "signal.raise_signal(signal.SIGINT)"
-    done = started("-c", importing)
+    done = started("-c", PROGRAM.split("class Kept")[0] + "signal.raise_signal(signal.SIGINT)")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted: nothing was started\n")
 
 

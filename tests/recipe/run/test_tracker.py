@@ -62,8 +62,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     with path.open("a") as killed:
         killed.write('{"step": 40, "train/lo')
 
-    resumed = MetricsFile(path, resume_step=20)
-    resumed.append(30, {"train/loss": 3.0})
+    MetricsFile(path, resume_step=20).append(30, {"train/loss": 3.0})
     lines = [strict(line) for line in path.read_text().splitlines()]
     assert lines == [
         *({"step": step, "train/loss": 1.0, "val/loss": 2.0} for step in (0, 10, 20)),

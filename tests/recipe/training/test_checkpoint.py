@@ -237,8 +237,7 @@ def test_without_a_valid_checkpoint_every_damaged_one_is_named(tmp_path):
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     path = save(tmp_path, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    (path / "manifest.json").write_text(json.dumps(json.loads((path / "manifest.json").read_text()) | {"format": 99}))
     with pytest.raises(CheckpointError, match=r"format 99, and this version reads format 2"):
         load_checkpoint(path)
 

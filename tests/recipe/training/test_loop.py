@@ -155,8 +155,7 @@ def test_an_overflow_of_scaled_gradients_is_skipped_with_a_smaller_scale():
 
 @pytest.mark.parametrize("precision", [Precision.bf16, Precision.fp16])
 def test_half_precision_trains_like_full_precision(precision):
-    half = losses(build(precision=precision), range(5))
-    assert half == pytest.approx(losses(build(), range(5)), abs=0.02)
+    assert losses(build(precision=precision), range(5)) == pytest.approx(losses(build(), range(5)), abs=0.02)
 
 
 def test_evaluation_is_the_mean_loss_without_dropout_and_changes_nothing():

@@ -90,8 +90,7 @@ def test_wsd_holds_the_peak_and_gives_it_up_over_the_last_fifth():
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_updates_are_torchs_clipping_and_unfused_adamw(clip):
     model, reference = small_model(), small_model()
-    config = OptimizerConfig(weight_decay=0.1, betas=(0.8, 0.95), clip=clip)
-    optimizer = build_adamw(model, config)
+    optimizer = build_adamw(model, OptimizerConfig(weight_decay=0.1, betas=(0.8, 0.95), clip=clip))
     matrices = [p for p in reference.parameters() if p.ndim >= 2]
     vectors = [p for p in reference.parameters() if p.ndim < 2]
     plain = torch.optim.AdamW(
@@ -136,8 +135,7 @@ def test_a_cpu_without_instructions_for_bf16_rounds_alike(shape, monkeypatch):
 def test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest(monkeypatch):
     monkeypatch.setattr(CPU, lambda: "AVX512")
     model, reference = small_gpt(), small_gpt()
-    config = OptimizerConfig(name="muon", lr=0.02, muon_lr=0.04, momentum=0.9, weight_decay=0.1)
-    optimizer = build_muon(model, config)
+    optimizer = build_muon(model, OptimizerConfig(name="muon", lr=0.02, muon_lr=0.04, momentum=0.9, weight_decay=0.1))
     fused = {f"h.{i}.attn.c_attn.weight" for i in range(2)}
     hidden = [n for n, p in reference.named_parameters() if p.ndim == 2 and n.startswith("h.")]
     assert len(hidden) == 8
@@ -212,8 +210,7 @@ def test_an_optimizer_divides_its_gradients_and_reads_its_learning_rate(name):
 
 def train_with(optimizer: str, clip: float = 1.0) -> list[float]:
     """Losses of four steps of the trainer."""
-    options = OptimizerConfig(optimizer, lr=0.1, clip=clip)
-    return test_loop.losses(test_loop.build(steps=4, optimizer=options), range(4))
+    return test_loop.losses(test_loop.build(steps=4, optimizer=OptimizerConfig(optimizer, lr=0.1, clip=clip)), range(4))
 
 
 def test_the_optimizer_of_the_page_trains_and_is_clipped(monkeypatch):

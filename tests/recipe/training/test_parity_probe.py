@@ -67,8 +67,7 @@ def batches(seed: int, count: int) -> Iterator[tuple[Batch, DropoutKey]]:
         tokens = torch.randint(1, VOCABULARY, (B, T + 1), generator=generator)
         for t in range(T):
             tokens[:, t + 1] = tokens[:, t] * torch.randint(2, 4, (B,), generator=generator) % VOCABULARY
-        key = DropoutKey(seed=seed, step=step, layer=0, first_sequence=0)
-        yield Batch(tokens[:, :-1], tokens[:, 1:]), key
+        yield Batch(tokens[:, :-1], tokens[:, 1:]), DropoutKey(seed=seed, step=step, layer=0, first_sequence=0)
 
 
 def train(model: GPT, seed: int, steps: int) -> None:

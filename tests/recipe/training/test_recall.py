@@ -114,8 +114,7 @@ class LossByPosition:
 
 
 def test_the_loss_by_position_is_that_of_each_place_in_the_window():
-    text = np.arange(5000, dtype=np.uint16) % 256
-    model, probe = LossByPosition(), PositionLoss(text, 40)
+    model, probe = LossByPosition(), PositionLoss(np.arange(5000, dtype=np.uint16) % 256, 40)
     expected = math.log(256) / (1 + np.arange(320) / 40)
     metrics = probe.measure(model)  # type: ignore[arg-type]
     assert metrics["probe/in_context_score"] == pytest.approx(expected[38:40].mean() - expected[4:6].mean(), rel=1e-5)

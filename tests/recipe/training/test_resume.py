@@ -69,8 +69,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
 def where(tmp_path_factory, forked):
     """A folder with a text, and in `whole` a run that was never interrupted."""
     folder = tmp_path_factory.mktemp("resume")
-    text = Path(os.__file__).read_text()[:27_000]
-    (folder / "text.txt").write_text(text)
+    (folder / "text.txt").write_text(Path(os.__file__).read_text()[:27_000])
     programs.completed(ROOT / "train.py", *OVERRIDES, "hydra.run.dir=whole", folder=folder)
     return folder
 
