@@ -28,7 +28,9 @@ KERNELS = {
 def check_device(device: torch.device) -> None:
     """Raise MixerError where the kernels cannot run."""
     if device.type != "cuda":
-        raise MixerError(f"mixer=fla needs a GPU and not {device.type}; choose mixer=chunked.")
+        raise MixerError(
+            f"mixer=fla needs a GPU and not {device.type}; choose mixer=chunked (in a check, chunked-...)."
+        )
     if find_spec("fla") is None:
         raise MixerError("mixer=fla needs a package: pip install flash-linear-attention, or choose mixer=chunked.")
 

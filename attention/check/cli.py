@@ -118,8 +118,8 @@ def argument_parser() -> argparse.ArgumentParser:
         prog="gpt-attention check",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Is this attention correct? Judges forward, gradients and log-sum-exp against fp64, and more.",
-        epilog=f"implementations with a name:\n{names}\n\nThe exit status is 0 if it is correct, 1 if not, 2 if the "
-        "check could not start.",
+        epilog=f"implementations with a name:\n{names}\n\nMixers are checked too; see `gpt-attention check chunked-gdn "
+        "--help`.\n\nThe exit status is 0 if it is correct, 1 if not, 2 if the check could not start.",
     )
     parser.add_argument("target", help="my_module:my_attention, or a name from the list below")
     parser.add_argument("--style", choices=STYLES, help="how it is called; by default its parameters decide")

@@ -154,14 +154,14 @@ def horizons(q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, compiling: bool) 
 def run_forward(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int, k_start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and lse2 as `forward` gives them; inputs, spec and positions are those of a KernelCall."""
+    """out, lse and lse2 as `forward` gives them; inputs, positions and, as text, the Spec are those of a KernelCall."""
     return replayed(compute_forward, (q, k, v, *inputs), Spec.read(spec), q_start, k_start)
 
 
 def compute_forward(
     tensors: Sequence[Tensor], spec: Spec, q_start: int, k_start: int, n_results: int = 3
 ) -> tuple[Tensor, ...]:
-    """`run_forward`'s first results. A replay allocates no others."""
+    """`run_forward`'s first results, which alone a replay returns."""
     q, k, v, *inputs = tensors
     call = KernelCall(spec, Inputs.of(spec, inputs), q_start, k_start)
     check(q.shape[-1], q.dtype, q.device)
