@@ -180,7 +180,8 @@ class Counting(Task):
     def sequence(self, draws: Draws, T: int) -> Sequence:
         # Drawn from the last run, which ends with the sequence, to the first, which is cut.
         counts = 1 + draws.below(self.LONGEST, T)
-        inputs = np.repeat((draws.below(self.LETTERS, 1) + np.arange(T)) % self.LETTERS, counts)[:T][::-1]
+        letters = (draws.below(self.LETTERS, 1) + np.arange(T)) % self.LETTERS
+        inputs = np.repeat(letters, counts)[:T][::-1]
         asked = counts[: T // self.LONGEST]
         return asking(inputs, T - 1 - (np.cumsum(asked) - asked), self.LETTERS + asked - 1, asked - 1)
 

@@ -273,7 +273,8 @@ class FixedRates(nn.Module):
     def forward(self, x: Tensor, fused: bool = False) -> Tensor:
         """(B, H, T, 1); fused changes nothing."""
         heads = torch.arange(self.heads, dtype=torch.float64, device=x.device)
-        return torch.log1p(-(2.0 ** (-5 - heads))).float()[None, :, None, None].expand(x.shape[0], -1, x.shape[1], 1)
+        rates = torch.log1p(-(2.0 ** (-5 - heads))).float()
+        return rates[None, :, None, None].expand(x.shape[0], -1, x.shape[1], 1)
 
 
 # By the decay and whether there is the delta rule; nothing decays without one.

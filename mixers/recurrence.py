@@ -93,4 +93,5 @@ def document_starts(documents: Tensor) -> Tensor:
 def of_length_1(x: Tensor) -> Tensor:
     """x (..., K) / sqrt(|x|^2 + 1e-6): its norm by the mean of squares, over sqrt(K)."""
     K = x.shape[-1]
-    return (F.rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), (K,), eps=1e-6 / K) * K**-0.5).to(x.dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (F.rms_norm(wide, (K,), eps=1e-6 / K) * K**-0.5).to(x.dtype)

@@ -131,7 +131,7 @@ def attend(
     Returns (B, T, H, D). Raises UnsupportedAttention for what the implementation would have to ignore.
     """
     softcap, s_aux = others.get("softcap"), others.get("s_aux")
-    for argument in () if REFUSED.isdisjoint(others) else REFUSED.intersection(others):
+    for argument in REFUSED.intersection(others):
         if others[argument] is not None and others[argument] is not False:
             raise UnsupportedAttention(
                 f"attn_implementation={name} does not support {argument}; leave it out or choose eager."

@@ -55,7 +55,8 @@ def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
     dS = P (dP - delta) with dP = 0, as a sink has no value.
     """
-    return -(torch.exp(sinks.view(lse.shape[1], -1, 1, 1) - lse) * delta).sum(dim=(0, 3, 4)).flatten().to(sinks.dtype)
+    p_sink = torch.exp(sinks.view(lse.shape[1], -1, 1, 1) - lse)
+    return -(p_sink * delta).sum(dim=(0, 3, 4)).flatten().to(sinks.dtype)
 
 
 def sinks_gradient_of_kernels(sinks: Tensor, lse2: Tensor, delta: Tensor, T: int, threshold: int) -> Tensor:

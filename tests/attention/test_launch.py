@@ -166,6 +166,8 @@ def test_keys_of_other_lengths_share_a_replay_where_the_kernel_is_the_same(T, S,
     a, b = ((q, x, x, q) for x in (torch.zeros(2, 2, T, D), torch.zeros(2, 2, S, D)))
     known.put("known", (), a, unit=128)
     assert (known.get((), b, unit=128) == "known") == same
+    known.put("fixed", "", a)
+    assert known.get("", b) is None
 
 
 def test_a_call_is_known_by_all_that_launches_depend_on():

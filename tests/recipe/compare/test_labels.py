@@ -103,8 +103,7 @@ def test_the_subtitle_names_what_was_trained(tmp_path):
     variants: dict[str, dict[str, object]] = {"0": {}, "1": {"score.window": 16}, "2": {"score.formula": "s * log(n)"}}
     for name, overrides in variants.items():
         write_run(tmp_path / name, overrides=overrides)
-    runs = runs_in(tmp_path)
-    assert subtitle(runs) == (
+    assert subtitle(runs_in(tmp_path)) == (
         "n_layers 12 · n_heads 12 · n_embd 768 · seq_len 256 · score causal, causal (window=16), "
         "causal (formula=s * log(n)) · dropout 0 · bf16 · NVIDIA H200"
     )

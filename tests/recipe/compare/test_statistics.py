@@ -131,8 +131,7 @@ def test_the_suggested_seeds_decide_as_often_as_promised(looks):
     for effect, verdicts in ((-margin, {Verdict.better}), (0.0, {Verdict.equivalent})):
         found = paired(generator.normal(effect, deviation, (20_000, n)))
         bounds = zip(*found.interval(alpha), strict=True)
-        share = np.mean([judge(interval, margin) in verdicts for interval in bounds])
-        assert share >= POWER - 0.01
+        assert np.mean([judge(interval, margin) in verdicts for interval in bounds]) >= POWER - 0.01
     assert power_to_equate(margin, deviation, n - 1, alpha) < POWER
 
 

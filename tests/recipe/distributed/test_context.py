@@ -76,6 +76,5 @@ def test_ranks_that_share_a_sequence_refuse_tensors_that_are_made_from_the_input
 
 def test_every_row_has_one_rank_and_causal_work_is_shared_evenly():
     rows = [rows_of(rank, 4, T, ContextBy.keys) for rank in range(4)]
-    places = torch.cat([torch.arange(*part) for own in rows for part in own])
-    assert places.sort().values.tolist() == list(range(T))
+    assert torch.cat([torch.arange(*part) for own in rows for part in own]).sort().values.tolist() == list(range(T))
     assert len({sum(start + stop for start, stop in own) for own in rows}) == 1

@@ -168,8 +168,7 @@ def test_shared_sequences_differ_by_rounding_alone(found, name):
     expected = [float.fromhex(loss) for loss, _ in exact["updates"]]
     validation = float.fromhex(exact["validation"])
     for rank in found[4]:
-        losses = [float.fromhex(loss) for loss, _ in rank[name]["updates"]]
-        assert losses == pytest.approx(expected, abs=1e-4)
+        assert [float.fromhex(loss) for loss, _ in rank[name]["updates"]] == pytest.approx(expected, abs=1e-4)
         assert float.fromhex(rank[name]["validation"]) == pytest.approx(validation, abs=1e-4)
 
 

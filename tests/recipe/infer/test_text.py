@@ -40,8 +40,7 @@ def pieces(tokens: Iterable[int], stop: str | None = None) -> list[str]:
 def test_the_text_ends_before_the_stop_text_of_which_nothing_is_shown(text, stop, expected):
     found = pieces(text.encode(), stop)
     assert "".join(found) == expected
-    shown = [expected.startswith("".join(found[:n])) for n in range(len(found))]
-    assert all(shown)
+    assert all(expected.startswith("".join(found[:n])) for n in range(len(found)))
 
 
 def test_text_that_cannot_belong_to_the_stop_text_is_shown_at_once():

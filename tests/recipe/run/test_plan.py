@@ -60,8 +60,7 @@ def test_every_arm_tries_every_rate_on_seeds_that_no_verdict_uses():
 )
 def test_a_plan_that_cannot_be_read_is_named(tmp_path, change, sentence):
     write_plan(plan(), tmp_path)
-    content = json.loads((tmp_path / FILE).read_text()) | change
-    (tmp_path / FILE).write_text(json.dumps(content))
+    (tmp_path / FILE).write_text(json.dumps(json.loads((tmp_path / FILE).read_text()) | change))
     with pytest.raises(PlanError, match=sentence):
         read_plan(tmp_path)
     (tmp_path / FILE).write_text("{")
