@@ -24,9 +24,9 @@ def score_tensors(score: Score, named: dict[str, Any], q: Tensor) -> dict[str, T
             fits = f"one for each of {H} query heads" if name in axes else f"{score} has none"
             raise ValueError(f"{name} of shape {tuple(x.shape)} do not fit: {fits}.")
     for name, initial, learned in of_options:
-        if name not in tensors and learned:
-            raise ValueError(f"{score} needs {name}, (H,): one for each of {H} query heads.")
         if name not in tensors:
+            if learned:
+                raise ValueError(f"{score} needs {name}, (H,): one for each of {H} query heads.")
             tensors[name] = initial(H, q.device)
     return tensors
 

@@ -182,10 +182,9 @@ class Taken:
             unseen.append("q, k or v is not finite")
         if not unseen:
             verdicts = self.verdicts(broken, unseen)
-            if verdicts:
-                worst = worst_of(verdicts)
-                line |= {"watch/error": worst.share, "watch/worst": f"{worst.name} of {worst.place()}"}
-                wrong += [f"{x.name} of {x.place()} is {x.error:.3g} off" for x in verdicts if not x.passes]
+            worst = worst_of(verdicts)
+            line |= {"watch/error": worst.share, "watch/worst": f"{worst.name} of {worst.place()}"}
+            wrong += [f"{x.name} of {x.place()} is {x.error:.3g} off" for x in verdicts if not x.passes]
         if wrong:
             line["watch/wrong"] = ", ".join(wrong)
         if unseen:
@@ -316,8 +315,14 @@ class Watch(ExitStack):
             scale: float | None = None,
             enable_gqa: bool = False,
         ) -> Tensor:
-            options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-            attend = partial(function, **options, scale=scale, enable_gqa=enable_gqa)
+            attend = partial(
+                function,
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
             if self.implementation is not None:
                 attend = partial(self.compute, attn_mask is not None, dropout_p, is_causal, scale)
             if torch.compiler.is_compiling():

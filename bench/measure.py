@@ -88,8 +88,7 @@ class Sampler:
             self.prepare()()
             self.host_s = time.perf_counter() - begin
             synchronise(self.device)
-        self.wanted = int(self.seconds / (time.perf_counter() - begin))
-        self.wanted = min(MAX_SAMPLES, max(MIN_SAMPLES, self.wanted))
+        self.wanted = min(MAX_SAMPLES, max(MIN_SAMPLES, int(self.seconds / (time.perf_counter() - begin))))
 
     def take(self, turns_left: int) -> None:
         """Take an equal share of the samples that are still wanted; what makes a call is not timed.
@@ -106,7 +105,7 @@ class Sampler:
         events = []
         for _ in range(count):
             call = self.prepare()
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
             stop.record()

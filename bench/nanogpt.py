@@ -41,7 +41,7 @@ print("peak bytes:", torch.cuda.max_memory_allocated())
 
 def measure(checkout: Path, shape: str, dropout: float) -> Row:
     """Run nanoGPT's bench.py for one cell and return its row."""
-    batch, seq_len = (int(part) for part in shape.split("x"))
+    batch, seq_len = map(int, shape.split("x"))
     settings = {"batch_size": batch, "block_size": seq_len, "real_data": False, "dtype": "bfloat16", "compile": True}
     command = [sys.executable, "-c", CHILD, str(dropout), *(f"--{name}={value}" for name, value in settings.items())]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
@@ -79,8 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for shape, dropout in product(args.shapes, args.dropout):
             row = measure(args.checkout, shape, dropout)
             print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
-            failed |= row["status"] == "failed"
-            if row["status"] != "failed":
+            if row["status"] == "failed":
+                failed = True
+            else:
                 recorder.add(row)
     return int(failed)
 

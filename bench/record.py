@@ -99,7 +99,7 @@ def pivot(
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         cells.setdefault(line(row), {})[column(row)] = cell(row)
-    headings = list(columns) or list(dict.fromkeys(heading for line_cells in cells.values() for heading in line_cells))
+    headings = columns or dict.fromkeys(heading for line_cells in cells.values() for heading in line_cells)
     lines = ([label, *(line_cells.get(heading, "") for heading in headings)] for label, line_cells in cells.items())
     return markdown_table([corner, *headings], lines)
 

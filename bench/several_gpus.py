@@ -38,8 +38,10 @@ LONGEST = 2**20
 def cases(gpus: int) -> list[Row]:
     """The cells measured on a number of GPUs, with their overrides for train.py."""
     bits = [*overrides("flash", "32x1024", 0.1, 50), "training.batch_tokens=131072", "training.log_every=1"]
-    eager = [*overrides("flash", "8x1024", 0.1, 50), "training.batch_tokens=32768", "training.log_every=1"]
-    eager.append("training.compile=false")
+    eager = [
+        *overrides("flash", "8x1024", 0.1, 50), "training.batch_tokens=32768", "training.log_every=1",
+        "training.compile=false",
+    ]  # fmt: skip
     long = ["experiment=long_context", "attention=flash", "training.recompute=around_attention", "training.steps=5"]
     copies = {data: [f"parallel.data={data}"] for data in ("replicate", "shard")}
     of_kinds: dict[str, tuple[list[str], dict[str, list[str]]]] = {

@@ -22,7 +22,7 @@ from pathlib import Path
 from bench.machine import ROOT
 from recipe.run import reference
 
-PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"((<!-- table: ([\w-]+) -->\n).*?(<!-- end -->))", re.DOTALL)
 REFERENCE = {"configuration": reference.configuration, "configuration-training": reference.training}
 
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     stale = False
     for page in pages(root):
         text = page.read_text(encoding="utf-8")
-        for place, opening, name, closing in ((match[0], *match.groups()) for match in PLACE.finditer(text)):
+        for place, opening, name, closing in PLACE.findall(text):
             fresh = f"{opening}{table(name, page, root / 'bench' / 'results')}\n{closing}"
             if fresh != place:
                 stale = True

@@ -68,7 +68,7 @@ def train(overrides: Sequence[str], folder: Path, ranks: Sequence[str] = ()) -> 
     command = [sys.executable, "-u", *ranks, "train.py", *overrides, f"hydra.run.dir={folder}"]
     tail: deque[str] = deque(maxlen=OUTPUT_LINES)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
+        assert process.stdout
         for line in process.stdout:
             print(f"    {line}", end="", flush=True)
             tail.append(line)

@@ -209,9 +209,8 @@ def document_starts(documents: np.ndarray | None, starts: np.ndarray, seq_len: i
         return None
     rows = np.zeros((len(starts), seq_len), np.int32)
     for row, start in zip(rows, starts, strict=True):
-        first, last = np.searchsorted(documents, (start, start + seq_len), side="right")
+        first, last = np.searchsorted(documents, (start, start + seq_len))
         begins = np.asarray(documents[first:last]) - start
-        begins = begins[begins < seq_len]
         row[begins] = begins
         np.maximum.accumulate(row, out=row)
     return rows

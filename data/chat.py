@@ -192,9 +192,10 @@ def mistakes(row: Row) -> Iterator[str]:
     if not isinstance(row.get("tools"), list | None):
         yield "has tools that are no list"
     for n, message in enumerate(messages, start=1):
-        calls = isinstance(message, dict) and message.get("role") == "assistant" and message.get("tool_calls")
+        fields = message if isinstance(message, dict) else {}
+        calls = fields.get("role") == "assistant" and fields.get("tool_calls")
         for name in ("role", "content"):
-            value = message.get(name) if isinstance(message, dict) else None
+            value = fields.get(name)
             if calls and name == "content" and value is None:
                 continue
             if not isinstance(value, str) or (name == "role" and not value):

@@ -12,7 +12,6 @@ of unknown length holds out documents spread evenly over it.
 import math
 import os
 import re
-import sys
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -115,7 +114,7 @@ class FileCorpus(Corpus):
         return {"corpus": self.config.name, "path": str(*files), "fingerprint": self.fingerprint}
 
     def streams(self) -> list[Stream]:
-        several = [Span(str(file), split, 0, sys.maxsize) for file, split in self.splits.items() if split]
+        several = [Span(str(file), split) for file, split in self.splits.items() if split]
         spans = self._cut_one() if len(self.files) == 1 else several
         shares = {"train": 1 - self.config.val_fraction, "val": self.config.val_fraction}
         return [
@@ -124,7 +123,7 @@ class FileCorpus(Corpus):
         ]
 
     def rows(self) -> Iterator[Row]:
-        return read_spans([Span(str(file), "train", 0, sys.maxsize) for file in self.files], self.config.text_field)
+        return read_spans([Span(str(file), "train") for file in self.files], self.config.text_field)
 
     def notices(self) -> list[str]:
         left_out: dict[str, Sequence[object]] = {
@@ -181,7 +180,7 @@ class FileCorpus(Corpus):
             cut = train_part(sum(1 for _ in table_rows(file)), self.config.val_fraction)
         else:
             cut = character_boundary(file, train_part(text_size(file), self.config.val_fraction))
-        return [Span(str(file), "train", 0, cut), Span(str(file), "val", cut, sys.maxsize)]
+        return [Span(str(file), "train", 0, cut), Span(str(file), "val", cut)]
 
     def _name(self, file: Path) -> str:
         return "/".join(file.parts[len(self.root.parts) :])  # ten times as fast as relative_to, for a library of files

@@ -8,6 +8,7 @@ import codecs
 import io
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ class Span:
 
     path: str
     split: str
-    start: int
-    stop: int
+    start: int = 0
+    stop: int = sys.maxsize
 
 
 def kind(path: Path) -> str:
@@ -165,18 +166,14 @@ def token_rows(path: Path) -> Iterator[Row]:
     """
     with reading(path):
         content = np.memmap(path, "<u2", "r") if path.stat().st_size % 2 == 0 else np.empty(0, np.uint16)
-        header, tokens = content[:512].view("<i4") if len(content) >= 512 else np.zeros(3, np.int32), content
-        if header[0] == SHARD:
-            tokens = content[512:]
+        header = content[:512].view("<i4") if len(content) >= 512 else np.zeros(3, np.int32)
+        is_shard = header[0] == SHARD
+        tokens = content[512:] if is_shard else content
         names = path.with_name(CHARACTERS)
-        if names.exists() and header[0] != SHARD:
+        if names.exists() and not is_shard:
             yield {"text": "".join(map(_characters(names).__getitem__, tokens.tolist()))}
             return
-    if (
-        not len(tokens)
-        or tokens.max() > GPT2_END
-        or (header[0] == SHARD and (header[1] != 1 or header[2] != len(tokens)))
-    ):
+    if not len(tokens) or tokens.max() > GPT2_END or (is_shard and (header[1] != 1 or header[2] != len(tokens))):
         raise DataError(
             f"{path} holds no 16-bit tokens of GPT-2, whole and as llm.c or nanoGPT write them; set data.path to text."
         )

@@ -11,6 +11,7 @@ from data.own_tokenizer import read
 from data.tasks import TASKS
 from data.tokenizers import NAMES
 
+SOURCES = (*CORPORA, *TASKS)  # what data.name can be
 # The corpora that read an option, for options that not all corpora read.
 READERS = {
     "path": ("text", "chat"),
@@ -19,8 +20,8 @@ READERS = {
     "text_field": ("text", *HUB_CORPORA),
     "hub": HUB_CORPORA,
     "hub_rows": HUB_CORPORA,
-    "name": (*CORPORA, *TASKS),
-    "cache": (*CORPORA, *TASKS),  # for a sweep over texts and tasks
+    "name": SOURCES,
+    "cache": SOURCES,  # for a sweep over texts and tasks
 }
 
 
@@ -32,8 +33,8 @@ def check_data(config: DataConfig) -> None:
 
 def data_mistakes(config: DataConfig) -> Iterator[str]:
     """A sentence for each option that no corpus or tokenizer accepts, with what to change."""
-    if config.name not in CORPORA and config.name not in TASKS:
-        yield f"data.name={config.name} is not a corpus; choose data={' or '.join([*CORPORA, *TASKS])}."
+    if config.name not in SOURCES:
+        yield f"data.name={config.name} is not a corpus; choose data={' or '.join(SOURCES)}."
         return
     for option in fields(config):
         value, readers = getattr(config, option.name), READERS.get(option.name, tuple(CORPORA))

@@ -212,11 +212,11 @@ def _write_tokens(
                 continue
             rows = islice(stream.rows, position.rows, None)
             for row, (tokens, answers, lost) in _in_threads(corpus, tokenizer, rows):
+                split, text = row["split"], row["text"]
                 position.rows += 1
-                if not row["text"]:
+                if not text:
                     position.empty += 1
                     continue
-                split, text = row["split"], row["text"]
                 written = writers[split].write(tokens, row["opens"], position.room, answers)
                 position.lost, position.room = position.lost + lost, position.room - written
                 complete = written >= len(tokens)

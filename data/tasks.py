@@ -103,7 +103,7 @@ class AssociativeRecall(Task):
         n = min(T // SHARE, self.KEYS)
         keys, values = 1 + draws.some_of(self.KEYS, n), 1 + self.KEYS + draws.below(self.VALUES, n)
         inputs = np.zeros(T, np.int64)
-        inputs[0 : 2 * n : 2], inputs[1 : 2 * n : 2] = keys, values
+        inputs[: 2 * n : 2], inputs[1 : 2 * n : 2] = keys, values
         # Each query is followed by its value, as in a text; so a slot takes two tokens. Half of the slots are used.
         free = (T - 2 * n) // 2
         slots = 2 * n + 2 * np.sort(draws.some_of(free, free // 2))
@@ -146,14 +146,15 @@ class Needle(Task):
     """
 
     name = "needle"
-    NEEDLES, HAY = 64, 64
+    NEEDLES = HAY = 64
     vocab_size = 1 + NEEDLES + HAY
     chance = 1 / NEEDLES
 
     def sequence(self, draws: Draws, T: int) -> Sequence:
         inputs, place = 1 + self.NEEDLES + draws.below(self.HAY, T), int(draws.below(T // 2, 1)[0])
         questions = place + 1 + draws.some_of(T - 1 - place, T // SHARE)
-        questions[-1] = T - 1 if T - 1 not in questions else questions[-1]
+        if T - 1 not in questions:
+            questions[-1] = T - 1
         inputs[place], inputs[questions] = 1 + int(draws.below(self.NEEDLES, 1)[0]), 0
         return asking(inputs, questions, inputs[place], questions - place)
 

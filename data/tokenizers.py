@@ -132,7 +132,7 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
         # None but those that save_tokenizer writes: tiktoken ends the process or hangs at some.
         if content["pattern"] not in (BYTES_PATTERN, GPT2_PATTERN):
             raise ValueError("its pattern is unknown")
-        if len(set(tokens)) < len(tokens) or not all(tokens) or len({t for t in tokens if len(t) == 1}) < 256:
+        if len(set(tokens)) < len(tokens) or not all(tokens) or sum(len(token) == 1 for token in tokens) < 256:
             raise ValueError("its tokens are not distinct, or lack a byte")
         return _encoding(str(content["name"]), content["pattern"], tokens)
     except (OSError, ValueError, KeyError, TypeError) as error:

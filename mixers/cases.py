@@ -47,8 +47,11 @@ class Case:
 
     def words(self) -> str:
         """For a report."""
-        usual = {name: getattr(Case, name) for name in ("decay", "beta", "keys", "states", "scale")}
-        other = [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
+        other = [
+            f"{name}={getattr(self, name)}"
+            for name in ("decay", "beta", "keys", "states", "scale")
+            if getattr(self, name) != getattr(Case, name)
+        ]
         tokens = f"{self.lengths[0]} tokens" if len(self.lengths) == 1 else f"documents of {self.lengths} tokens"
         return ", ".join([tokens, *other, self.dtype])
 
@@ -59,7 +62,7 @@ def cases(recurrence: Recurrence, sizes: tuple[int, int], chunk: int, takes: fro
     takes  of beta, scale, initial and documents, what the mixer has
     """
     C = chunk
-    around = sorted({1, *(n * C + d for n in (1, 2, 3, 4) for d in (-1, 0, 1))} - {0})
+    around = sorted({1, *(n * C + d for n in range(1, 5) for d in (-1, 0, 1))} - {0})
     some = Case("lengths", recurrence, sizes, (2 * C + 3,), has_beta="beta" in takes)
     yield from (replace(some, lengths=(n,)) for n in around)
     if recurrence.decay is not Decay.none:

@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +44,6 @@ RECURRENCES = {
 NAMES = [f"{way}-{name}" for way in IMPLEMENTATIONS for name in RECURRENCES]
 OURS, PACKAGES = {"log_decay", "beta", "initial", "documents"}, {"g", "beta", "initial_state", "cu_seqlens"}
 TAKES = frozenset({"beta", "scale", "initial", "documents"})
-LEAVES = ("q", "k", "v", "log_decay", "beta", "initial")
 Mixer = Callable[[MixerInputs, Recurrence, float], tuple[Tensor, Tensor | None]]
 Load = Callable[[str], Any]  # what my_module:name or file.py:name names; raises ValueError
 
@@ -90,7 +89,8 @@ def results(
     mixer: Mixer, inputs: MixerInputs, directions: tuple[Tensor, Tensor], case: Case
 ) -> dict[str, Tensor | None]:
     """out, state and the gradients of all inputs, by name; None for a gradient that autograd does not give."""
-    leaves = {name: x.detach().requires_grad_() for name in LEAVES if (x := getattr(inputs, name)) is not None}
+    given = {name: x for name, x in vars(inputs).items() if x is not None and name != "documents"}
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
     scale = case.sizes[0] ** -0.5 if case.scale is None else case.scale
     out, state = mixer(replace(inputs, **leaves), case.recurrence, scale)
     ends = [(x, d.to(x.dtype)) for x, d in zip((out, state), directions, strict=True) if x is not None]
@@ -104,7 +104,8 @@ def expected(case: Case, device: torch.device, has_state: bool) -> dict[str, tup
     """For each result its values in fp64, and the rounding to expect of each row."""
     inputs, (d_out, d_state) = draw(case, device)
     generator = torch.Generator(device).manual_seed(1)
-    u = torch.finfo(DTYPES[case.dtype]).eps / 2
+    precision = torch.finfo(DTYPES[case.dtype])
+    u = precision.eps / 2
 
     def several(x: Tensor) -> Tensor:
         """x itself, and changed by rounding DRAWS times, as further sequences in fp64."""
@@ -116,8 +117,7 @@ def expected(case: Case, device: torch.device, has_state: bool) -> dict[str, tup
         noise[:B] = 0
         return x * (1 + unit * noise)
 
-    present = {f.name: x for f in fields(inputs) if (x := getattr(inputs, f.name)) is not None}
-    many = replace(inputs, **{name: several(x) for name, x in present.items()})
+    many = replace(inputs, **{name: several(x) for name, x in vars(inputs).items() if x is not None})
     if inputs.log_decay is not None and many.log_decay is not None:
         # Chunks sum the decay's logarithms and subtract the sums: an error of rounding the sums.
         sums = torch.finfo(inputs.log_decay.dtype).eps / 2 * SUMMED * inputs.log_decay.double().mean(2, keepdim=True)
@@ -136,7 +136,7 @@ def expected(case: Case, device: torch.device, has_state: bool) -> dict[str, tup
         if name == "dlog_decay":  # the difference of sums of q dq and k dk over the later tokens
             terms = [(getattr(many, x) * found[f"d{x}"]).detach()[:B].square().mean(-1) for x in "qk"]
             squares = squares + u * u * (terms[0] + terms[1]).sum(2, keepdim=True)
-        smallest = torch.finfo(DTYPES[case.dtype]).smallest_normal * torch.finfo(DTYPES[case.dtype]).eps
+        smallest = precision.smallest_normal * precision.eps
         expectations[name] = exact, squares.sqrt() + smallest
     return expectations
 
@@ -235,17 +235,16 @@ def of_function(target: str, function: Callable[..., Any], name: str | None, dev
     subject = Subject(target, call, Recurrence(), TAKES & takes)
     if name is not None:
         return subject._replace(recurrence=RECURRENCES[name])
-    decays = bool({"g", "log_decay"} & names)
+    kinds = (Decay.head, Decay.channel) if {"g", "log_decay"} & names else (Decay.none,)
     distances = {}
     for recurrence in RECURRENCES.values():
-        if recurrence.decay in ((Decay.head, Decay.channel) if decays else (Decay.none,)):
+        if recurrence.decay in kinds:
             case = Case("lengths", recurrence, (16, 16), (5,), has_beta="beta" in takes)
             try:
                 out = results(call, *draw(case, device), case)["out"]
                 assert out is not None
                 exact, _ = expected(case, device, False)["out"]
                 distances[recurrence] = (out - exact).norm().nan_to_num(nan=math.inf).item()
-                reason = ""
             except Exception as error:
                 reason = str(error)
     if not distances:

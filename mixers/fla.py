@@ -14,10 +14,10 @@ from .recurrence import Decay, MixerError, MixerInputs, Recurrence, document_sta
 
 # Recurrence -> the module <name> of the package, with the function chunk_<name>.
 KERNELS = {
-    Recurrence(Decay.none, False): "linear_attn",
-    Recurrence(Decay.fixed, False): "simple_gla",
-    Recurrence(Decay.head, False): "simple_gla",
-    Recurrence(Decay.channel, False): "gla",
+    Recurrence(Decay.none): "linear_attn",
+    Recurrence(Decay.fixed): "simple_gla",
+    Recurrence(Decay.head): "simple_gla",
+    Recurrence(Decay.channel): "gla",
     Recurrence(Decay.none, True): "delta_rule",
     Recurrence(Decay.head, True): "gated_delta_rule",
     Recurrence(Decay.channel, True): "kda",

@@ -135,8 +135,9 @@ class RecurrentLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`mix` of tokens that follow those of a state."""
         mixer = "recurrent" if q.shape[2] == 1 else self.mixer
-        given = {"recurrence": self.recurrence, "initial": before.recurrent, "documents": documents, "mixer": mixer}
-        return mix(q, k, v, **given, **options)
+        return mix(
+            q, k, v, recurrence=self.recurrence, initial=before.recurrent, documents=documents, mixer=mixer, **options
+        )
 
     @property
     def flops_per_token(self) -> int:

@@ -29,7 +29,7 @@ from attention.score import Score
 from mixers.layers import LinearAttention, Mamba2, MixerState, build_mixer
 from model.fused_rotation import can_fuse_rotation, norm_and_rotate
 from model.linear import Linear
-from model.norms import RMSNorm, build_qk_norm
+from model.norms import QK_EPS, RMSNorm
 from model.options import AttentionBias, Gate, GPTConfig, NormOver
 from model.positions import PositionTables, has_rotation
 from model.score import ScoreConfig
@@ -84,13 +84,13 @@ class SelfAttention(nn.Module):
         self.q_norm = self.k_norm = None
         self.over_width = config.qk_norm_over is NormOver.width
         if config.qk_norm:
+            eps = config.norm_eps or QK_EPS
             widths = (width, kv_width) if self.over_width else (self.head_dim, self.head_dim)
-            self.q_norm, self.k_norm = (build_qk_norm(config, width) for width in widths)
+            self.q_norm, self.k_norm = (RMSNorm(width, eps, config.norm_scale) for width in widths)
         self.mixes_first = config.value_residual and layer > 0
         mixed = 1 + self.mixes_first + (config.value_table(layer) is not None)
-        self.register_parameter("value_weights", None)
-        if mixed > 1:
-            self.value_weights = nn.Parameter(torch.full((mixed,), 1 / mixed))
+        weights = nn.Parameter(torch.full((mixed,), 1 / mixed)) if mixed > 1 else None
+        self.register_parameter("value_weights", weights)
         self.c_gate = None
         if config.gate is not Gate.none:
             self.c_gate = Linear(config.n_embd, self.n_heads if config.gate is Gate.head else width, bias=config.bias)

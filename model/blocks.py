@@ -81,13 +81,13 @@ class Block(nn.Module):
         self.recompute_attention = recompute_attention
         self.gives_values = config.value_residual and layer == 0
         before, after = config.norm_place is not NormPlace.after, config.norm_place is not NormPlace.before
-        self.ln_1 = build_norm(config) if before else nn.Identity()
+        self.ln_1 = build_norm(config, before)
         mixer = config.mixers.get(layer)
         self.attn = SelfAttention(config, score, options, layer) if mixer is None else MixerLayer(config, mixer)
-        self.ln_1_out = build_norm(config) if after else nn.Identity()
-        self.ln_2 = build_norm(config) if before else nn.Identity()
+        self.ln_1_out = build_norm(config, after)
+        self.ln_2 = build_norm(config, before)
         self.mlp = MLP(config)
-        self.ln_2_out = build_norm(config) if after else nn.Identity()
+        self.ln_2_out = build_norm(config, after)
 
     def forward(
         self, x: Tensor | Stream, around: Surroundings, masks: Masks = (None, None)

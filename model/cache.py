@@ -80,7 +80,7 @@ class KVCache:
             rows, tokens = size.pages, PAGE_SIZE
             self.host_table = torch.full((size.slots, pages_of(size.longest)), -1, dtype=torch.int32)
             self.table = self.host_table.to(device, copy=True)
-        self.free = list(range(rows)) if size.pages is not None else []
+        self.free = list(range(size.pages or 0))
         self.held: dict[int, list[int]] = {}  # slot -> its pages
         # Zeros, because a key that nobody sees still takes part with a weight of 0, and 0 times NaN is NaN.
         zeros = partial(torch.zeros, (rows, config.kv_heads, tokens, config.head_size), dtype=dtype, device=device)

@@ -11,8 +11,7 @@ from model.gpt import GPT
 
 def num_parameters(model: GPT) -> int:
     """Number of trained values; a tied embedding counts once, and the padding of the vocabulary not at all."""
-    tables = [model.wte.weight, *model.value_tables]
-    padded = tables if model.lm_head is None else [*tables, model.lm_head.weight]
+    padded = {model.wte.weight, model.head, *model.value_tables}  # a set: a tied head is the embedding again
     return sum(p.numel() for p in model.parameters()) - sum((len(t) - model.vocab_size) * t.shape[1] for t in padded)
 
 

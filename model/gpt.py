@@ -128,7 +128,7 @@ class GPT(nn.Module):
         self.value_embeddings = nn.ModuleList(
             nn.Embedding(rows, config.kv_heads * config.head_size) for _ in range(config.value_embeddings)
         )
-        self.embed_norm = build_norm(config) if config.embed_norm else nn.Identity()
+        self.embed_norm = build_norm(config, config.embed_norm)
         self.further = self.second_head() if config.mtp else None
         self.apply(self.initialise)
 

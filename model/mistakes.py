@@ -128,7 +128,7 @@ def rotary_mistakes(config: GPTConfig) -> Iterator[str]:
         yield f"model.rope_fraction={config.rope_fraction} must be above 0 and at most 1."
     elif config.rotated % 2 or config.rotated == 0:
         of = f"{config.rope_fraction} of " if config.rope_fraction < 1 else ""
-        remedy = "another model.rope_fraction or " if config.rope_fraction < 1 else ""
+        remedy = "another model.rope_fraction or " if of else ""
         yield (
             f"model.positions=rotary turns pairs of channels, and {of}heads of {config.head_size} channels "
             f"{'are no even number' if of else f'({heads_of(config)}) are odd'}; use {remedy}model.positions=learned."

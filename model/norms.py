@@ -38,15 +38,12 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.to(accum_dtype(x.dtype)), x.shape[-1:], self.scale(), self.eps)
 
 
-def build_norm(config: GPTConfig) -> nn.Module:
-    """A norm of the residual stream."""
+def build_norm(config: GPTConfig, has: bool = True) -> nn.Module:
+    """A norm of the residual stream; the identity where the model has none there."""
+    if not has:
+        return nn.Identity()
     eps = config.norm_eps or EPS
     if config.norm is Norm.rms:
         return RMSNorm(config.n_embd, eps, config.norm_scale)
     learned = config.norm_scale is NormScale.learned
     return nn.LayerNorm(config.n_embd, eps, elementwise_affine=learned, bias=config.bias and learned)
-
-
-def build_qk_norm(config: GPTConfig, width: int) -> RMSNorm:
-    """A norm of queries or keys. Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters"."""
-    return RMSNorm(width, config.norm_eps or QK_EPS, config.norm_scale)

@@ -84,7 +84,7 @@ def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[ScoreError]:
             yield error
             reported.add(str(error))
     learned, fixed = config.learned or {}, config.tensors or {}
-    for name in [] if reported else {**learned, **fixed}:
+    for name in [] if reported else learned | fixed:
         if name in learned and name in fixed:
             yield ScoreError(f"score.learned and score.tensors both give {name}; leave one out.")
         elif name not in read:
@@ -97,9 +97,10 @@ def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[ScoreError]:
 def describe_score(config: ScoreConfig) -> str:
     """The preset and its differences from plain causal attention: "window (window=64)"."""
     default = ScoreConfig()
-    chosen = {
-        name: value for name, value in asdict(config).items() if name != "name" and value != getattr(default, name)
-    }
-    # As one writes them on the command line.
-    values = ", ".join(f"{name}={json.dumps(value)}" for name, value in chosen.items()).replace('"', "")
+    chosen = (
+        f"{name}={json.dumps(value)}"
+        for name, value in asdict(config).items()
+        if name != "name" and value != getattr(default, name)
+    )
+    values = ", ".join(chosen).replace('"', "")  # as one writes them on the command line
     return f"{config.name} ({values})" if values else config.name

@@ -61,12 +61,13 @@ class ScoreTensors(nn.Module):
         super().__init__()
         learned, fixed = learned or {}, fixed or {}
         of_options = [tensor.name for tensor in score.head_tensors]
-        wanted = {name: axes for name, axes in score.tensors().items() if name not in of_options}
         self.learned, self.made = nn.ParameterDict(), nn.ModuleDict()
         self.fixed: list[str] = []
         self.score = self.score_in_parts = score
         self.in_parts: list[str] = []
-        for name, axes in wanted.items():
+        for name, axes in score.tensors().items():
+            if name in of_options:
+                continue
             if name in learned:
                 self.learned[name] = nn.Parameter(initial(name, learned[name], n_heads))
             elif fixed.get(name) == FORGET_GATE:

@@ -57,7 +57,7 @@ class FlexAttention(Attention):
         (T, S), score, layout = (q.shape[2], k.shape[2]), call.spec.score, call.layout
         # On a CPU compiling would take longer than it saves.
         attend: Callable[..., Any] = flex_attention if on_cpu else self.compiled
-        result = attend(
+        out, aux = attend(
             q,
             k,
             v,
@@ -67,7 +67,7 @@ class FlexAttention(Attention):
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=self.aux,
         )
-        out, lse = result[0], result[1].lse
+        lse = aux.lse
         if score.sinks:
             out, lse = join_sinks(out, lse, call.tensors["sinks"])
         return AttentionOutput(out, lse)

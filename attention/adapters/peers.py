@@ -74,8 +74,7 @@ class VarlenAttention(Attention):
                     CHOSEN,
                     OURS,
                 )
-            bounds_q, longest_q = self.sequences(call.layout.document_starts, T)
-            bounds_k, longest_k = bounds_q, longest_q
+            bounds_q, longest_q = bounds_k, longest_k = self.sequences(call.layout.document_starts, T)
         else:
             longest_q, longest_k = T - empty, S
             counts = torch.arange(B + 1, dtype=torch.int32, device=q.device)

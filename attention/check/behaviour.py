@@ -130,16 +130,21 @@ def leak_program(session: Session, case: Case, keys: str, result: str) -> str:
         f"rows = ~(seen & changed{f'.repeat_interleave({group}, 1)' if group > 1 else ''}[:, :, None]).any(-1)",
     ]
     if result in ("out", "lse"):
-        return "\n".join([*lines, "assert torch.equal(attend(q, k, v)[rows], attend(q, *other)[rows])"])
-    lines += [
-        "def gradient(k, v):",
-        "    x = [t.detach().requires_grad_() for t in (q, k, v)]",
-        f"    return torch.autograd.grad(attend(*x), x, do * rows[..., None])[{('dq', 'dk', 'dv').index(result)}]",
-    ]
-    if result == "dq":
-        return "\n".join([*lines, "assert torch.equal(gradient(k, v)[rows], gradient(*other)[rows])"])
-    lines += ["assert (gradient(*other)[changed] == 0).all(), 'hidden keys have a gradient'"]
-    return "\n".join([*lines, "assert torch.equal(gradient(k, v)[~changed], gradient(*other)[~changed])"])
+        lines += ["assert torch.equal(attend(q, k, v)[rows], attend(q, *other)[rows])"]
+    else:
+        lines += [
+            "def gradient(k, v):",
+            "    x = [t.detach().requires_grad_() for t in (q, k, v)]",
+            f"    return torch.autograd.grad(attend(*x), x, do * rows[..., None])[{('dq', 'dk', 'dv').index(result)}]",
+        ]
+        if result == "dq":
+            lines += ["assert torch.equal(gradient(k, v)[rows], gradient(*other)[rows])"]
+        else:
+            lines += [
+                "assert (gradient(*other)[changed] == 0).all(), 'hidden keys have a gradient'",
+                "assert torch.equal(gradient(k, v)[~changed], gradient(*other)[~changed])",
+            ]
+    return "\n".join(lines)
 
 
 def not_finite(session: Session) -> Line:
@@ -169,9 +174,8 @@ def not_finite(session: Session) -> Line:
                 if y is None or wrong:
                     continue
                 right = exact[result].isfinite()
-                spread, lost = (right & ~y.isfinite()).any().item(), False
-                if result == "out":
-                    lost = bool((~right & sees & y.isfinite()).any())
+                spread = (right & ~y.isfinite()).any().item()
+                lost = result == "out" and bool((~right & sees & y.isfinite()).any())
                 if spread or lost:
                     verb = "does not reach" if lost else "spreads into"
                     where = "rows that see it" if lost else "where the formula is finite"
@@ -302,7 +306,7 @@ def side_effects(session: Session) -> Line:
     for dtype in session.timely(session.dtypes):
         case = session.case(65, dtype=dtype)
         inputs, state = draw(case, session.device), generators(session.device)
-        copies = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.do)]
+        copies = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "do")}
         others = draw(replace(case, seed=session.seed + 1), session.device)
         overwritten = set()
         try:
@@ -316,7 +320,7 @@ def side_effects(session: Session) -> Line:
             continue
         for name in sorted(overwritten):
             wrong.append(Failure(f"a call overwrites {name} of the call before ({case.words()})", case))
-        for name, copy in zip(("q", "k", "v", "do"), copies, strict=True):
+        for name, copy in copies.items():
             if not torch.equal(getattr(inputs, name), copy):
                 wrong.append(Failure(f"a call changes its {name} in place ({case.words()})", case))
         if not all(map(torch.equal, generators(session.device), state)):

@@ -1,7 +1,7 @@
 """One call of attention as plain values, and the tensors and the problem that follow from them."""
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class Case:
             "causal": self.causal,
             "full": not self.causal,
             "window": self.window is not None,
-            "documents": bool(self.documents),
+            "documents": self.documents,
             "soft_cap": self.soft_cap is not None,
             "alibi": self.alibi,
             "sinks": self.sinks,
@@ -107,7 +107,7 @@ class Case:
             "scale": self.scale is not None,
             "dropout": self.dropout > 0,
             "grouped": self.H_kv != self.H,
-            "document_rows": bool(self.documents) and self.B > 1,
+            "document_rows": self.documents and self.B > 1,
             "empty": self.causal and not self.top_left and self.T > self.S,
             "top_left": self.top_left,
             "mask": self.mask or self.pattern != "all",
@@ -141,18 +141,17 @@ class Case:
             f"({PATTERNS[self.pattern]})": self.pattern != "all",
             f"(j <= {position})": self.causal,
             f"({position} - j < {self.window})": self.window is not None,
-            "(starts[b, i] == starts[b, j])": bool(self.documents),
+            "(starts[b, i] == starts[b, j])": self.documents,
         }
         return " & ".join(code for code, holds in conditions.items() if holds) or PATTERNS["all"]
 
     def words(self) -> str:
         """The case on one line."""
-        plain = Case(dtype=self.dtype)
         changed = [
             f"{name}={getattr(self, name)}"
             for name in Case.__dataclass_fields__
             if name not in ("T", "S", "D", "B", "H", "H_kv", "dtype", "seed")
-            and getattr(self, name) != getattr(plain, name)
+            and getattr(self, name) != getattr(Case, name)
         ]
         heads = f"H={self.H}" if self.H_kv == self.H else f"H={self.H}/{self.H_kv}"
         return ", ".join([f"{self.dtype} B={self.B} {heads} T={self.T} S={self.S} D={self.D}", *changed])
@@ -213,20 +212,19 @@ def draw(case: Case, device: torch.device | str = "cpu") -> Inputs:
     with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(case.seed)
         exec("\n".join(drawn(case, torch.device(device))), names)
-    return Inputs(**{field.name: names[field.name] for field in fields(Inputs) if field.name in names})
+    return Inputs(**{name: x for name, x in names.items() if name in Inputs.__dataclass_fields__})
 
 
 def problem(case: Case, inputs: Inputs, keep: Tensor | None = None) -> Problem:
     """The reference problem of a case; `keep` as in Problem, where the case drops weights."""
-    made = problem_of(
+    asked = problem_of(
         inputs.q,
         inputs.k,
         score=Score(case.causal, case.window, case.soft_cap, case.alibi, case.sinks),
         layout=Layout(case.first_position(), document_starts=inputs.starts),
         scale=case.scale,
         tensors={"slopes": inputs.slopes, "sinks": inputs.sinks},
-    )
-    asked = made(slice(0, case.H))
+    )(slice(0, case.H))
     if case.pattern != "all":
         lengths = enumerate((case.B, case.H, case.T, case.S))
         places = (torch.arange(n, device=inputs.q.device).view(-1, *[1] * (3 - axis)) for axis, n in lengths)

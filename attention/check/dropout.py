@@ -46,7 +46,7 @@ def dropout(session: Session) -> Iterator[Line]:
 
 def drawn_mask(session: Session, case: Case) -> tuple[Tensor, Tensor]:
     """The weights that an implementation keeps, and those that its queries see, (B, H, T, S) bool. Raises Refused."""
-    inputs = draw(replace(case, spread=0.1, memory="contiguous", trend="none"), session.device)
+    inputs = draw(replace(case, spread=0.1), session.device)
 
     def attend(v: Tensor) -> Tensor:
         out = results(session.subject, case, replace(inputs, v=v), gradients=False)["out"]
@@ -111,8 +111,7 @@ def scheme(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
     """The same seed gives the same mask, and an implementation of this library draws the mask of `keep_mask`."""
     again, _ = drawn_mask(session, case)
     if not torch.equal(again, keep):
-        what = "the same seed gives another mask in the next call"
-        return failed("mask", what, case, calls=2)
+        return failed("mask", "the same seed gives another mask in the next call", case, calls=2)
     right = session.subject.mask(case, session.device)
     if right is None:
         return Line("mask", "ok", "the same seed gives the same mask", 2)
@@ -172,7 +171,7 @@ def between_steps(session: Session, case: Case) -> Line:
     if abs(share - realised) > DEVIATIONS * (realised / n) ** 0.5:
         return failed(name, detail, case)
     asked = replace(problem(case, inputs, keep), keep_scale=1 / (1 - realised))
-    (verdict, *_) = judge(inputs.q, inputs.k, inputs.v, inputs.do, asked, {"out": got["out"]})
+    (verdict,) = judge(inputs.q, inputs.k, inputs.v, inputs.do, asked, {"out": got["out"]})
     if not verdict.passes:
         what = f"{detail}; the others are not scaled by {1 / (1 - realised):.5f}: {verdict.place()} is wrong"
         return failed(name, what, case, share=verdict.share)
@@ -183,8 +182,7 @@ def replay_failure(session: Session, failure: Failure) -> Failure:
     """The failure with a program: the gradient of v is linear in the weights that the forward shows."""
     case = replace(failure.case, T=24, S=24, D=24, B=1, H=1, H_kv=1, dtype=session.dtypes[0])
     lines = calling(session.subject, case, session.device)
-    seed = [] if session.subject.style == "ours" else [f"    torch.manual_seed({case.seed})"]
-    lines[-1:-1] = seed
+    lines[-1:-1] = [] if session.subject.style == "ours" else [f"    torch.manual_seed({case.seed})"]
     lines += [
         "eye, v = torch.eye(24, dtype=v.dtype, device=v.device).expand_as(v), v.requires_grad_()",
         "weights = attend(q, k, eye).detach()  # after dropout",

@@ -33,14 +33,23 @@ RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks", "dbias")
 class Changed(NamedTuple):
     """Scores by a formula.
 
+    change    the formula
     s, slope  the scores, and their derivatives by the raw ones, (B, H, T, S)
     entries   for each tensor's entry that a score reads: the tensor's name, the entry's indices, and the derivative of
               the score by it, (B, H, T, S)
     """
 
+    change: Change
     s: Tensor
     slope: Tensor
     entries: list[tuple[str, list[Tensor], Tensor]]
+
+    def summed(self, terms: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The tensors' gradients, by name, in fp64: the sums of terms (B, H, T, S) at the entries."""
+        total = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in self.change.tensors.items()}
+        for (name, places, _), x in zip(self.entries, terms, strict=True):
+            total[name] += sum_of_entries(x.contiguous(), places, total[name].shape)
+        return {name: torch.atleast_1d(x) for name, x in total.items()}
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Change:
         """The same with its keys in reverse order."""
         return replace(self, leaves=self.leaves | {"j": self.leaves["j"].flip(-1)}, seen=self.seen.flip(-1))
 
-    def run(self, nodes: Sequence[Node], raw: Tensor) -> tuple[list[Any], list[Any], list[Any]]:
+    def run(self, nodes: Sequence[Node], raw: Tensor) -> tuple[list[Any], Tensor, list[Any]]:
         """The values of nodes, s, and the entries that were read with their names and indices, each for every pair."""
         s, read = raw.detach().requires_grad_(), list[Any]()
         leaves = {name: x.expand(raw.shape) for name, x in self.leaves.items()}
@@ -74,35 +83,27 @@ class Change:
             return entry
 
         with torch.enable_grad():
-            return run(program(nodes), ProgramInputs(leaves | {"s": s}, raw.dtype, [], [], load)), [s], read
+            return run(program(nodes), ProgramInputs(leaves | {"s": s}, raw.dtype, [], [], load)), s, read
 
     def at(self, raw: Tensor) -> Changed:
         """The scores and derivatives for raw scores (B, H, T, S), in their precision."""
-        (value,), leaves, read = self.run([parse(self.text)], raw)
-        wanted = [*leaves, *(entry for *_, entry in read)]
+        (value,), s, read = self.run([parse(self.text)], raw)
+        wanted = [s, *(entry for *_, entry in read)]
         with torch.enable_grad():
             found = torch.autograd.grad(value.sum(), wanted, materialize_grads=True)
         slope, *weights = (torch.where(self.seen, x, 0.0) for x in found)
-        names = [(name, places) for name, places, _ in read]
-        return Changed(value.detach(), slope, [(*name, x) for name, x in zip(names, weights, strict=True)])
-
-    def summed(self, changed: Changed, terms: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The tensors' gradients, by name, in fp64: the sums of terms (B, H, T, S) at the entries of `changed`."""
-        total = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in self.tensors.items()}
-        for (name, places, _), x in zip(changed.entries, terms, strict=True):
-            total[name] += sum_of_entries(x.contiguous(), places, total[name].shape)
-        return {name: torch.atleast_1d(x) for name, x in total.items()}
+        entries = [(name, places, x) for (name, places, _), x in zip(read, weights, strict=True)]
+        return Changed(self, value.detach(), slope, entries)
 
     def noise(self, raw: Tensor) -> tuple[Tensor, Tensor]:
         """The variances of the scores and of their slopes by the rounding of every operation, in units of rounding."""
         root = parse(self.text)
         (slope,) = derivatives(root, [leaf("s")])
-        value, of_slope = (self._noise_of(x, raw) for x in (root, slope))
-        return value, of_slope
+        return self._noise_of(root, raw), self._noise_of(slope, raw)
 
     def _noise_of(self, root: Node, raw: Tensor) -> Tensor:
         nodes = [x for x in topological([root]) if x.args and x.kind == "real" and x.op not in ("load", "real")]
-        values, _, _ = self.run([*nodes, *derivatives(root, nodes)], raw)
+        values = self.run([*nodes, *derivatives(root, nodes)], raw)[0]
         total = torch.zeros_like(raw)
         for x, weight in zip(values[: len(nodes)], values[len(nodes) :], strict=True):
             total += torch.as_tensor(x * weight).detach().nan_to_num(0.0, 0.0, 0.0) ** 2
@@ -138,13 +139,11 @@ class Problem:
         """The problem with its keys in reverse order, which changes only the order of sums."""
 
         def flip(x: Tensor | None) -> Tensor | None:
-            return x if x is None or x.shape[-1] == 1 else x.flip(-1)
+            return None if x is None else x.flip(-1)
 
-        seen = flip(self.seen)
-        assert seen is not None
         change = self.change and self.change.keys_reversed()
         shift, bias, keep = map(flip, (self.shift, self.bias, self.keep))
-        return replace(self, seen=seen, shift=shift, bias=bias, keep=keep, change=change)
+        return replace(self, seen=self.seen.flip(-1), shift=shift, bias=bias, keep=keep, change=change)
 
 
 @dataclass(frozen=True)
@@ -223,8 +222,8 @@ def evaluate(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem) -> P
         results["dsinks"] = -(p_sink * delta).sum(dim=(0, 2, 3))
     if problem.bias is not None:
         results["dbias"] = ds.sum_to_size(problem.bias.shape)
-    if problem.change is not None and changed is not None:
-        summed = problem.change.summed(changed, [ds * weight for *_, weight in changed.entries])
+    if changed is not None:
+        summed = changed.summed([ds * weight for *_, weight in changed.entries])
         results |= {f"d({name})": x for name, x in summed.items()}
     return Passes(raw, s, tanh, p, kept, p_sink, dp, delta, ds, draw, {"dk": dk, "dv": dv}, results, changed)
 
@@ -254,11 +253,11 @@ def expected_rounding(
     k, v = (x.repeat_interleave(H // H_kv, dim=1) for x in (k, v))
     p, kept, ds, out = exact.p, exact.kept, exact.ds, exact.results["out"]
     slope = torch.ones_like(p) if exact.tanh is None else 1 - exact.tanh**2
-    change, changed = problem.change, exact.changed
+    changed = exact.changed
     value_noise: Tensor | float = 0.0
     slope_noise: Tensor | float = 0.0
-    if change is not None and changed is not None:
-        slope, (value_noise, slope_noise) = changed.slope, change.noise(exact.raw)
+    if changed is not None:
+        slope, (value_noise, slope_noise) = changed.slope, changed.change.noise(exact.raw)
     sees = problem.seen.any(dim=-1, keepdim=True)
     scale2, k2, v2, q2, do2 = problem.scale**2, k * k, v * v, q * q, do * do
 
@@ -266,7 +265,7 @@ def expected_rounding(
     chain = sums * (1 + q.shape[-1] / 8)  # a sum over D, term by term
     terms, s2 = scale2 * (q2 @ k2.mT), exact.s.masked_fill(~problem.seen, 0.0) ** 2
     # The factors of a formula may be rounded with the queries.
-    var_raw = (1 + (change is not None) + chain) * terms + exact.raw**2 + tiny
+    var_raw = (1 + (changed is not None) + chain) * terms + exact.raw**2 + tiny
     var_s = slope**2 * var_raw + sums * (1 + s2 + value_noise)
     var_s = torch.where(problem.seen, var_s, 0.0).clamp(max=1 / u**2)
     common = (p * p * var_s).sum(dim=-1, keepdim=True)  # of a row's sum of exponentials
@@ -291,8 +290,8 @@ def expected_rounding(
     if exact.tanh is not None and problem.soft_cap is not None:  # 1 - tanh^2 of scores near the cap cancels
         var_draw = var_draw + (2 * exact.tanh * ds) ** 2 * ((slope / problem.soft_cap) ** 2 * var_raw + sums)
     shifted: list[Changed] = []
-    if change is not None and changed is not None:  # derivatives at the ends of the scores that rounding may give
-        shifted = [change.at(exact.raw + sign * FURTHEST * u * var_raw.sqrt()) for sign in (-1, 1)]
+    if changed is not None:  # derivatives at the ends of the scores that rounding may give
+        shifted = [changed.change.at(exact.raw + sign * FURTHEST * u * var_raw.sqrt()) for sign in (-1, 1)]
         spread = ((shifted[1].slope - shifted[0].slope) / (2 * u)) ** 2
         var_draw = var_draw + ds * ds * (spread + sums * slope_noise)
     variances = {
@@ -315,15 +314,15 @@ def expected_rounding(
         variances["dsinks"] = (of_rows.sum(dim=(0, 2, 3)) + exact.results["dsinks"] ** 2).unsqueeze(-1)
     if problem.bias is not None:
         variances["dbias"] = var_ds.sum_to_size(problem.bias.shape) + exact.results["dbias"] ** 2
-    if change is not None and changed is not None:
+    if changed is not None:
         of_entries, sizes = [], []
         for n, (*_, weight) in enumerate(changed.entries):
             spread = ((shifted[1].entries[n][2] - shifted[0].entries[n][2]) / (2 * u)) ** 2
             # An error of delta is shared by a row; at most p w^2 of it reaches the entry that some of its scores read.
             of_entries.append(weight**2 * (var_ds + p * var_delta) + ds * ds * (spread + sums * weight**2))
             sizes.append((ds * weight).abs())
-        size = change.summed(changed, sizes)
-        for name, x in change.summed(changed, of_entries).items():
+        size = changed.summed(sizes)
+        for name, x in changed.summed(of_entries).items():
             x = x + sums * size[name] ** 2 + tiny
             variances[f"d({name})"] = x.unsqueeze(-1) if x.ndim == 1 else x
     return {name: u * x.mean(dim=-1).sqrt() for name, x in variances.items()}

@@ -147,19 +147,19 @@ class Reference(NamedTuple):
 def joined(name: str, parts: list[Reference]) -> Reference:
     """The result of all heads, from that of some heads each: the gradient of a formula's tensor is a sum over them."""
     exacts, formulas, expected = zip(*parts, strict=True)
+    orders = zip(*formulas, strict=True)
     if name not in RESULTS:
-        total = tuple(torch.stack(order).sum(dim=0) for order in zip(*formulas, strict=True))
+        total = tuple(torch.stack(order).sum(dim=0) for order in orders)
         return Reference(torch.stack(exacts).sum(dim=0), total, torch.stack(expected).square().sum(dim=0).sqrt())
     dim = 0 if name == "dsinks" else 1
-    of_heads = tuple(torch.cat(order, dim) for order in zip(*formulas, strict=True))
+    of_heads = tuple(torch.cat(order, dim) for order in orders)
     return Reference(torch.cat(exacts, dim), of_heads, torch.cat(expected, dim))
 
 
 def references(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem, eps: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem, eps: float | None
 ) -> dict[str, Reference]:
     """All results of the formula, by name."""
-    inputs = (q, k, v, do)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False), full_precision_products():
         doubles = q.double(), k.double(), v.double(), do.double()
         exact = evaluate(*doubles, problem)
@@ -167,9 +167,9 @@ def references(
         # The order of sums is arbitrary: the larger error of two orders counts for the formula.
         backwards = evaluate(q, k.flip(2), v.flip(2), do, problem.keys_reversed()).results
         backwards |= {name: backwards[name].flip(2) for name in ("dk", "dv")}
-        if "dbias" in backwards and problem.bias is not None and backwards["dbias"].shape[-1] > 1:
+        if "dbias" in backwards:
             backwards["dbias"] = backwards["dbias"].flip(-1)
-        formulas = [backwards] if q.dtype is torch.float64 else [backwards, evaluate(*inputs, problem).results]
+        formulas = [backwards] if q.dtype is torch.float64 else [backwards, evaluate(q, k, v, do, problem).results]
     return {
         name: Reference(right, tuple(results[name] for results in formulas), expected[name])
         for name, right in exact.results.items()

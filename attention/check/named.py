@@ -158,22 +158,20 @@ def as_plain(function: Callable[..., Any], name: str = "sdpa") -> Callable[..., 
             local_size=window,
         )
         module = torch.nn.Module()
-        for attribute, value in {
-            "num_key_value_groups": q.shape[1] // k.shape[1],
-            "head_dim": q.shape[-1],
-            "is_causal": causal,
-            "layer_idx": 0,
-            "config": SimpleNamespace(_attn_implementation=name, dtype=q.dtype),
-        }.items():
-            setattr(module, attribute, value)
+        vars(module).update(
+            num_key_value_groups=q.shape[1] // k.shape[1],
+            head_dim=q.shape[-1],
+            is_causal=causal,
+            layer_idx=0,
+            config=SimpleNamespace(_attn_implementation=name, dtype=q.dtype),
+        )
         given = {optional[role]: options[role] for role in roles if role in options}
         if window is not None:
             given["sliding_window"] = window
         return function(module, q, k, v, made, scaling=scale, **given)[0].transpose(1, 2)
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in "qkv"]
-    parameters += [inspect.Parameter(x, keyword) for x in ("causal", "window", "scale", *roles)]
+    parameters += [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY) for x in ("causal", "window", "scale", *roles)]
     attend.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     attend.without = {"empty"}  # type: ignore[attr-defined]  # its masks leave no row without a key
     return attend

@@ -3,7 +3,7 @@
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .cases import Case
@@ -63,9 +63,9 @@ class Plan:
         if not left:
             return ""
         missing: dict[str, list[Any]] = {}
-        for name in (field.name for field in fields(Case) if field.name != "seed"):
+        for name in Case.__dataclass_fields__:
             values = {getattr(case, name) for case in left} - {getattr(case, name) for case in tried}
-            if values and not (name == "S" and set(missing.get("T", ())) == values):
+            if name != "seed" and values and not (name == "S" and set(missing.get("T", ())) == values):
                 missing[name] = sorted(values, key=lambda x: (x is None, x))
         words = [f"{name} {listed(values)}" for name, values in missing.items()]
         return f"no time for {len(left):,} more" + (f", so for none with {'; '.join(words)}" if words else "")

@@ -101,7 +101,7 @@ def judged(
 
 
 def judged_by(
-    reference: Subject, case: Case, inputs: Inputs, got: Mapping[str, Tensor | None], eps: float | None = None
+    reference: Subject, case: Case, inputs: Inputs, got: Mapping[str, Tensor | None], eps: float | None
 ) -> list[Verdict]:
     """The judgement of the results that the reference has too, but for rows in which it overflows. Raises Refused, also
     where all of them do."""

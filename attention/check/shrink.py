@@ -36,10 +36,9 @@ def smallest(case: Case, fails: Callable[[Case], bool], seconds: float = 5.0) ->
 
 def simplifications(case: Case) -> Iterator[Case]:
     """Simpler cases; those that remove most come first."""
-    plain = Case(dtype=case.dtype)
     for name in FEATURES:
-        if getattr(case, name) != getattr(plain, name):
-            yield replace(case, **{name: getattr(plain, name)})
+        if getattr(case, name) != getattr(Case, name):
+            yield replace(case, **{name: getattr(Case, name)})
     if case.B > 1:
         yield replace(case, B=1)
     for H, H_kv in ((1, 1), (2, 2), (2, 1)):
@@ -58,8 +57,8 @@ def simplifications(case: Case) -> Iterator[Case]:
     if case.T == case.S:
         yield from (replace(case, T=n, S=n) for n in shorter(case.T))
         return
-    for name, length in (("T", case.T), ("S", case.S)):
-        yield from (replace(case, T=n) if name == "T" else replace(case, S=n) for n in shorter(length))
+    yield from (replace(case, T=n) for n in shorter(case.T))
+    yield from (replace(case, S=n) for n in shorter(case.S))
 
 
 def shorter(length: int) -> list[int]:
@@ -71,8 +70,6 @@ def fewer_documents(case: Case) -> Iterator[Case]:
     """Without one of the documents, or with a shorter one."""
     for n, length in enumerate(case.documents):
         for shorter in (0, 1, 2, length // 2, length - 1):
-            if shorter >= length:
-                continue
             lengths = (*case.documents[:n], *((shorter,) if shorter else ()), *case.documents[n + 1 :])
-            if lengths:
+            if shorter < length and lengths:
                 yield replace(case, documents=lengths, T=sum(lengths), S=sum(lengths))

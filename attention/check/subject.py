@@ -22,6 +22,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -232,7 +233,7 @@ class Subject:
 
         def give(role: str, code: Any) -> None:
             name = signature.name(role) or (ALIASES[role][0] if signature.any else None)
-            if name is not None:
+            if name is not None and code is not None:
                 named[name] = str(code)
 
         if self.style == "varlen":
@@ -263,13 +264,14 @@ class Subject:
                     give("documents", "starts")
             if case.bias:
                 give("bias", "bias")
-        given: dict[str, Any] = {"scale": case.scale}
+        give("scale", case.scale)
         if self.style != "flex":  # whose functions change scores
-            given |= {"slopes": "slopes" if case.alibi else None, "sinks": "sinks" if case.sinks else None}
-            given |= {"soft_cap": case.soft_cap, "dropout": case.dropout or None}
-        for role, value in given.items():
-            if value is not None:
-                give(role, value)
+            if case.alibi:
+                give("slopes", "slopes")
+            if case.sinks:
+                give("sinks", "sinks")
+            give("soft_cap", case.soft_cap)
+            give("dropout", case.dropout or None)
         if case.dropout and signature.name("seed"):
             give("seed", case.seed)
         for role, asked in (("grouped", case.H_kv != case.H), ("deterministic", True), ("lse", lse)):
@@ -281,9 +283,9 @@ class Subject:
 
     def our_arguments(self, case: Case, lse: bool) -> dict[str, str]:
         """The named arguments of a call of this library's Attention."""
-        plain, named = Case(), dict[str, str]()
+        named: dict[str, str] = {}
         fields = ("causal", "window", "soft_cap", "alibi", "sinks")
-        changed = [f"{x}={getattr(case, x)}" for x in fields if getattr(case, x) != getattr(plain, x)]
+        changed = [f"{x}={getattr(case, x)}" for x in fields if getattr(case, x) != getattr(Case, x)]
         if changed:
             named["score"] = f"Score({', '.join(changed)})"
         if case.documents:
@@ -383,7 +385,7 @@ def bounds(case: Case) -> list[str]:
 
 def cumulative(lengths: tuple[int, ...]) -> str:
     """The code of cu_seqlens for some lengths."""
-    ends = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    ends = [0, *accumulate(lengths)]
     return f"torch.tensor({ends}, dtype=torch.int32, device=q.device)"
 
 

@@ -83,12 +83,12 @@ def compilation(session: Session) -> Line:
 
 def graph(session: Session) -> Line:
     """A captured call, replayed with other values in the same tensors, gives the results of an ordinary call."""
-    name, subject = "CUDA graph", session.subject
-    if session.device.type != "cuda":
+    name, subject, device = "CUDA graph", session.subject, session.device
+    if device.type != "cuda":
         return Line(name, "skip", "needs a CUDA GPU")
     case = session.case(256, dtype=session.dtypes[-1], D=64, H_kv=4)  # in 16 bits, where the implementation takes them
-    inputs = draw(case, session.device)
-    other = replace(draw(replace(case, seed=case.seed + 1), session.device), do=inputs.do)
+    inputs = draw(case, device)
+    other = replace(draw(replace(case, seed=case.seed + 1), device), do=inputs.do)
     leaves = {f"d{name}": getattr(inputs, name).detach().clone() for name in "qkv"}
     call = subject.prepared(case, inputs)
 
@@ -97,12 +97,12 @@ def graph(session: Session) -> Line:
 
     try:
         expected = results(subject, case, other, session.gradients)
-        side = torch.cuda.Stream(session.device)
-        side.wait_stream(torch.cuda.current_stream(session.device))
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(3):
                 both()
-        torch.cuda.current_stream(session.device).wait_stream(side)
+        torch.cuda.current_stream(device).wait_stream(side)
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             made = both()
@@ -110,10 +110,10 @@ def graph(session: Session) -> Line:
             for leaf, x in zip(leaves.values(), (other.q, other.k, other.v), strict=True):
                 leaf.copy_(x)
         captured.replay()
-        torch.cuda.synchronize(session.device)
+        torch.cuda.synchronize(device)
     except Exception as error:
         what = f"cannot be captured: {short(error)}"
-        lines = calling(subject, case, session.device)
+        lines = calling(subject, case, device)
         lines += ["attend(q, k, v)", "with torch.cuda.graph(torch.cuda.CUDAGraph()):", "    attend(q, k, v)"]
         return failed(name, what, case, "\n".join(lines))
     if all(same(x, expected[name]) for name, x in made.items()):

@@ -108,9 +108,9 @@ class Cache(NamedTuple):
         cache's k and v must not be views into a larger tensor.
         """
         self.check()
-        B, (H_kv, D) = self.lengths.shape[0], (self.k.shape[1], self.k.shape[3])
+        (_, H_kv, _, D), B = self.k.shape, self.lengths.shape[0]
         rows = 1 if cu_seqlens is not None else B
-        if k.shape != v.shape or k.ndim != 4 or (k.shape[0], k.shape[1], k.shape[3]) != (rows, H_kv, D):
+        if k.shape != v.shape or k.ndim != 4 or k.shape != (rows, H_kv, k.shape[2], D):
             raise ValueError(
                 f"A cache of {tuple(self.k.shape)} for {B} sequences takes k and v ({rows}, {H_kv}, tokens, {D}); got "
                 f"{tuple(k.shape)} and {tuple(v.shape)}."

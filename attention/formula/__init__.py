@@ -13,9 +13,9 @@ from functools import partial
 
 from .trace import called
 
-exp, log, sqrt, tanh, sigmoid, sin, cos = (
-    partial(called, name) for name in ("exp", "log", "sqrt", "tanh", "sigmoid", "sin", "cos")
+exp, log, sqrt, tanh, sigmoid, sin, cos, floor, minimum, maximum, where = (
+    partial(called, name)
+    for name in ("exp", "log", "sqrt", "tanh", "sigmoid", "sin", "cos", "floor", "min", "max", "where")
 )
-floor, minimum, maximum, where = (partial(called, name) for name in ("floor", "min", "max", "where"))
 
 __all__ = ["cos", "exp", "floor", "log", "maximum", "minimum", "sigmoid", "sin", "sqrt", "tanh", "where"]

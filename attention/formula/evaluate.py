@@ -109,18 +109,18 @@ def run(steps: Instructions, inputs: ProgramInputs) -> list[Any]:
             case "pow":
                 x = a[0] ** value
             case "where":
-                x = torch.where(a[0], *both_tensors(a[1], a[2], inputs.dtype))
+                x = torch.where(a[0], *both_tensors(inputs.dtype, *a[1:]))
             case "min":
-                x = torch.minimum(*both_tensors(a[0], a[1], inputs.dtype))
+                x = torch.minimum(*both_tensors(inputs.dtype, *a))
             case "max":
-                x = torch.maximum(*both_tensors(a[0], a[1], inputs.dtype))
+                x = torch.maximum(*both_tensors(inputs.dtype, *a))
             case _:
                 x = OPERATORS[op](*a)
         results.append(x)
     return [results[k] for k in steps.outputs]
 
 
-def both_tensors(a: Any, b: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def both_tensors(dtype: torch.dtype, a: Any, b: Any) -> tuple[Tensor, Tensor]:
     """Two operands as tensors of one dtype: that of the operand which is a tensor already."""
     like = a if isinstance(a, Tensor) else b
     if not isinstance(like, Tensor):
@@ -168,11 +168,12 @@ def add_entries(terms: Tensor, index: Sequence[Tensor], shape: Sequence[int]) ->
     for x, size in zip(index, shape, strict=True):
         place = place * size + x
     total = torch.Size(shape).numel()
+    place, terms = place.flatten(), terms.double().flatten()
     if terms.device.type == "cpu":  # in sequence; index_put would add in parallel
-        sums = torch.bincount(place.flatten(), weights=terms.double().flatten(), minlength=total)
+        sums = torch.bincount(place, weights=terms, minlength=total)
     else:  # index_put_ sorts by place
         sums = torch.zeros(total, dtype=torch.float64, device=terms.device)
-        sums.index_put_((place.flatten(),), terms.double().flatten(), accumulate=True)
+        sums.index_put_((place,), terms, accumulate=True)
     return sums.view(*shape)
 
 

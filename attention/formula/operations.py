@@ -67,7 +67,11 @@ def from_linear(terms: dict[Node, int], constant: int) -> Node:
     if terms.get(i) and terms.get(j) == -terms[i]:
         distance = make("sub", (i, j) if terms[i] > 0 else (j, i), kind="whole")
         terms = {distance: abs(terms[i]), **{x: times for x, times in terms.items() if x not in (i, j)}}
-    parts = [(times, x if abs(times) == 1 else scaled(abs(times), x)) for x, times in terms.items() if times]
+    parts = [
+        (times, x if abs(times) == 1 else make("mul", (number(abs(times)), x), kind="whole"))
+        for x, times in terms.items()
+        if times
+    ]
     added, taken = [x for times, x in parts if times > 0], [x for times, x in parts if times < 0]
     if constant > 0 or not parts:
         added.append(number(constant))
@@ -81,17 +85,12 @@ def from_linear(terms: dict[Node, int], constant: int) -> Node:
     return result
 
 
-def scaled(times: int, x: Node) -> Node:
-    """An integer expression times a constant."""
-    return make("mul", (number(times), x), kind="whole")
-
-
 def add(a: Operand, b: Operand) -> Node:
     x, y = matched(a, b)
     if x.kind == "whole":
         terms, constant = linear(x)
         others, other = linear(y)
-        return from_linear({t: terms.get(t, 0) + others.get(t, 0) for t in {**terms, **others}}, constant + other)
+        return from_linear({t: terms.get(t, 0) + others.get(t, 0) for t in terms | others}, constant + other)
     if (folded := fold(operator.add, x, y)) is not None:
         return folded
     if is_number(x, 0):
@@ -250,11 +249,10 @@ def invert(a: Node) -> Node:
     return a.args[0] if a.op == "not" else make("not", (a,), kind="truth")
 
 
-def condition(x: Any) -> Node:
-    """x, which must be a comparison. Raises Mistake."""
+def condition(x: Any) -> None:
+    """Raise Mistake unless x is a comparison."""
     if not isinstance(x, Node) or x.kind != "truth":
         raise Mistake("a condition is a comparison, as in i - j < 8")
-    return x
 
 
 def where(test: Node, a: Operand, b: Operand) -> Node:

@@ -11,6 +11,7 @@ is added: there are kernels for these scores. It is rounded with the queries. In
 scores, in fp32.
 """
 
+from bisect import bisect_left
 from functools import lru_cache, reduce
 from typing import NamedTuple
 
@@ -141,7 +142,7 @@ def arranged(formula: Node, factor: Node, parts: list[Node], reach: Reach) -> Pl
     hoisted = tuple(hoist.entries.values())
     index = {entry.node: k for k, entry in enumerate(hoisted)}
     tables = tuple(x for x in topological([value]) if x.op == "load")
-    derivative, *weights = derivatives(value, [s, *[placeholder(entry) for entry in hoisted], *tables])
+    derivative, *weights = derivatives(value, [s, *map(placeholder, hoisted), *tables])
     row, column = index.get(rows), index.get(columns)
     return Plan(formula, factor, hoisted, value, score, row, column, derivative, tuple(weights), tables)
 
@@ -178,7 +179,7 @@ class Hoist:
         if of == "pair" and x.kind != "truth":
             if of_distance(x) and is_costly(x) and x.op not in ("add", "sub", "mul", "neg"):
                 return self.hoisted(x, "distance")
-            bare = [y for y in x.args if y in (leaf("b"), leaf("h"), leaf("i"), leaf("j"))]
+            bare = [y for y in x.args if y in map(leaf, "bhij")]
             if x.op == "load" and len(set(bare)) == len(x.args):
                 return self.hoisted(x, "pair")
         return ops.combine(x, tuple(map(self, self.arguments(x))))
@@ -187,8 +188,8 @@ class Hoist:
     def arguments(x: Node) -> tuple[Node, ...]:
         """The arguments of x. Factors of one stage are multiplied first, so that they are hoisted together."""
         groups: dict[str, list[Node]] = {"row": [], "column": [], "": []}
-        for y in factors(x) if x.op == "mul" else []:
-            groups[{"head": "row"}.get(stage(y), stage(y)) if stage(y) in ("head", "row", "column") else ""].append(y)
+        for y in factors(x):
+            groups[{"head": "row", "row": "row", "column": "column"}.get(stage(y), "")].append(y)
         if max(len(groups["row"]), len(groups["column"])) < 2 or not groups[""]:
             return x.args
         product, *others = (reduce(ops.multiply, group) for group in groups.values() if group)
@@ -222,11 +223,7 @@ def far_distance(x: Node, reach: Reach) -> int | None:
 
     if not parts or not same(FURTHEST):
         return None
-    low, high = 0, FURTHEST
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if same(middle) else (middle + 1, high)
-    return low
+    return bisect_left(range(FURTHEST), True, key=same)
 
 
 def whole_parts(x: Node) -> list[Node]:
@@ -256,7 +253,4 @@ def summands(x: Node) -> list[Node]:
 
 def total(terms: list[Node]) -> Node:
     """The sum of expressions."""
-    result = number(0.0)
-    for x in terms:
-        result = ops.add(result, x)
-    return real(result)
+    return real(reduce(ops.add, terms, number(0.0)))

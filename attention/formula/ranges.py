@@ -68,7 +68,6 @@ def of_sum(x: Node, ranges: dict[Node, Interval], reach: Reach) -> Interval:
     terms, constant = linear(x)
     i, j = terms.pop(leaf("i"), 0), terms.pop(leaf("j"), 0)
     rest = [scaled(ranges[term], times) for term, times in terms.items()]
-    rest.append((constant, constant))
     queries, keys, distance = reach.leaf("i"), reach.leaf("j"), reach.distance()
     ways = [
         added(scaled(queries, i), scaled(keys, j)),
@@ -76,7 +75,7 @@ def of_sum(x: Node, ranges: dict[Node, Interval], reach: Reach) -> Interval:
         added(scaled(queries, i + j), scaled(distance, -j)),
     ]
     pair = max(low for low, _ in ways), min(high for _, high in ways)
-    return added(pair, *rest)
+    return added(pair, *rest, (constant, constant))
 
 
 def added(*terms: Interval) -> Interval:
@@ -131,11 +130,11 @@ def of_operation(x: Node, a: list[Interval], reach: Reach) -> Interval:
         case "number":
             return x.value, x.value
         case "add":
-            return added(a[0], a[1])
+            return added(*a)
         case "sub":
             return a[0][0] - a[1][1], a[0][1] - a[1][0]
         case "mul":
-            return products(a[0], a[1]) if x.args[0] is not x.args[1] else magnitude(products(a[0], a[1]))
+            return products(*a) if x.args[0] is not x.args[1] else magnitude(products(*a))
         case "div":
             low, high = a[1]
             if low <= 0 <= high:

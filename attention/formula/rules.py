@@ -109,13 +109,12 @@ def probe(text: str, causal: bool, window: int | None) -> None:
         "h": torch.arange(2)[:, None, None],
         "n": seen.sum(dim=1, keepdim=True),
     }
-    steps, worst = program([parse(text)]), None
+    steps = program([parse(text)])
     for fill in (0.5, -0.5, 1.5):
         entry = torch.full((), fill, dtype=torch.float64)
         (value,) = run(steps, ProgramInputs(leaves, torch.float64, [], [], lambda *_, entry=entry: entry))
         worst = (~value.isfinite() & seen).any(dim=0).nonzero()
         if not len(worst):
             return
-    assert worst is not None
     query, key = worst[0].tolist()
     raise FormulaError(f"{{}} has no finite value for the query at position {query} and the key at {key}.", FORMULA)

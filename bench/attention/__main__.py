@@ -18,7 +18,7 @@ results go to attention-selection-<device>.json, or to the file of --name.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 
@@ -29,8 +29,8 @@ from attention import AttentionConfig, UnsupportedAttention, build_attention
 from attention.scores.alibi import alibi_slopes
 from bench.attention.peers import KEY, PACKAGES, PLAIN, VARIANTS, Attend, Candidate, Problem, candidates
 from bench.machine import device_name, require_gpu
-from bench.measure import interleaved, peak_bytes, release
-from bench.record import Recorder, Row, command_line, pivot, read, recording, result_file, write_table
+from bench.measure import Call, interleaved, peak_bytes, release
+from bench.record import Recorder, Row, Text, command_line, pivot, read, recording, result_file, write_table
 from recipe.errors import sentence_of
 from recipe.wording import short_length
 
@@ -52,10 +52,10 @@ def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float) -> l
             rows[name] |= failure(error)
         release(problem.device)
 
-    def forward(attend: Attend) -> Callable[[], object]:
+    def forward(attend: Attend) -> Call:
         return partial(attend, *inputs)
 
-    def backward(attend: Attend) -> Callable[[], object]:
+    def backward(attend: Attend) -> Call:
         return partial(torch.autograd.grad, attend(*inputs), inputs, dout)
 
     for direction, prepare, flops in zip(PASSES, (forward, backward), problem.flops(), strict=True):
@@ -81,12 +81,7 @@ def describe(problem: Problem) -> Row:
     }
 
 
-def try_out(
-    attend: Attend,
-    inputs: Sequence[Tensor],
-    dout: Tensor,
-    expected: list[Tensor] | None,
-) -> Row:
+def try_out(attend: Attend, inputs: Sequence[Tensor], dout: Tensor, expected: list[Tensor] | None) -> Row:
     """Run a candidate once for its errors, and once for its memory."""
     out = attend(*inputs)
     gradients = torch.autograd.grad(out, inputs, dout)
@@ -154,16 +149,8 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
     """Every requested combination, each series from short to long."""
     tokens, hidden, dtype = SIZES[args.device]
     for head_size, dropout, variant, length in product(args.heads, args.dropout, args.masks, sorted(args.lengths)):
-        yield Problem(
-            B=max(1, tokens // length),
-            H=max(1, hidden // head_size),
-            T=length,
-            D=head_size,
-            variant=variant,
-            dropout=dropout,
-            dtype=dtype,
-            device=torch.device(args.device),
-        )
+        B, H = max(1, tokens // length), max(1, hidden // head_size)
+        yield Problem(B, H, length, head_size, variant, dropout, dtype, torch.device(args.device))
 
 
 def positive(text: str) -> int:
@@ -190,13 +177,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", nargs="+", default=HEAD_SIZES, type=positive, metavar="D", help="channels of a head")
     parser.add_argument("--dropout", nargs="+", default=DROPOUTS, type=rate, metavar="P")
     parser.add_argument("--masks", nargs="+", default=MASKS, choices=VARIANTS, help="masks and scores")
-    known = list(dict.fromkeys([*candidates(), *PACKAGES]))
+    names = list(candidates())
+    known = list(dict.fromkeys([*names, *PACKAGES]))
     parser.add_argument("--only", nargs="+", choices=known, metavar="NAME", help=f"some of {', '.join(known)}")
     parser.add_argument("--device", default="cuda", choices=SIZES)
     args = parser.parse_args(arguments)
     if args.device == "cuda":
         require_gpu(parser, "; --device cpu measures small sizes on this CPU")
-    names = list(candidates())
     for name in set(args.only or ()) - set(names):
         peer = PACKAGES[name]
         parser.error(f"--only {name}: {peer.label} is not installed here; pip install {peer.package}")
@@ -242,7 +229,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     columns = [short_length(length) for length in sorted({row["length"] for row in rows})]
     flash = [row for row in ordered if row["name"] == "flash"]
 
-    def table(rows: Sequence[Row], line: Callable[[Row], str], cell: Callable[[Row], str]) -> str:
+    def table(rows: Sequence[Row], line: Text, cell: Text) -> str:
         return pivot(rows, line, lambda row: short_length(row["length"]), cell, corner="TFLOP/s", columns=columns)
 
     return {

@@ -220,8 +220,9 @@ def candidates() -> dict[str, Candidate]:
     named = {name: ours(name, AttentionConfig(name)) for name in ("naive", "tiled", "flash")}
     named[PLAIN] = ours("flash, plain kernels", AttentionConfig("flash", path=KernelPath.plain))
     for backend in (SDPABackend.flash, SDPABackend.efficient, SDPABackend.cudnn, SDPABackend.math):
-        build = from_registry(AttentionConfig("sdpa", backend=backend))
-        named[f"sdpa-{backend.value}"] = Candidate(f"sdpa {backend.value}", build)
+        named[f"sdpa-{backend.value}"] = Candidate(
+            f"sdpa {backend.value}", from_registry(AttentionConfig("sdpa", backend=backend))
+        )
     named["flex"] = Candidate("FlexAttention", from_registry(AttentionConfig("flex")))
     named["varlen"] = Candidate("torch's varlen_attn", from_registry(AttentionConfig("varlen")))
     for name, (label, module, _, has_dropout, deterministic) in PACKAGES.items():

@@ -52,11 +52,10 @@ class Record(NamedTuple):
 
     def write(self, path: Path = FILE) -> None:
         """A line for each kernel, in order of their names."""
-        lines = (
+        kernels = ",\n".join(
             f"  {json.dumps(name)}: {json.dumps({'sources': entry.sources, **dict(sorted(entry.versions.items()))})}"
             for name, entry in sorted(self.kernels.items())
         )
-        kernels = ",\n".join(lines)
         write_atomically(path, f'{{\n "kernels": {{\n{kernels}\n }}\n}}\n')
 
     def bound(self, name: str, version: str) -> Figures | None:

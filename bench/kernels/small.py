@@ -38,10 +38,8 @@ def launches(architecture: int) -> Iterator[Launch]:
         f"model/sm{architecture}/loss-of-capped-logits",
         lambda: launch_softmax_gradient(logits, targets, 50257, cap=30.0),
     )
-    q, dy = (
-        torch.empty(2, 64, 24, 64, dtype=torch.bfloat16)[:, :, :16],
-        torch.empty(2, 64, 16, 64, dtype=torch.bfloat16),
-    )
+    q = torch.empty(2, 64, 24, 64, dtype=torch.bfloat16)[:, :, :16]
+    dy = torch.empty(2, 64, 16, 64, dtype=torch.bfloat16)
     arguments = torch.empty(64), torch.empty(64, 32), torch.empty(64, 32), 1e-6
     yield Launch(f"model/sm{architecture}/rotation", lambda: launch_rotate(q, *arguments))
     yield Launch(f"model/sm{architecture}/rotation-gradient", lambda: launch_rotate_gradient(dy, q, *arguments))
@@ -68,5 +66,5 @@ def append_and_attend(dtype: torch.dtype, page: int | None) -> None:
     cache = Cache(k, k.clone(), torch.zeros(B, dtype=torch.int32), pages)
     q, new = torch.empty(B, H, T, D, dtype=dtype), torch.empty(B, H_KV, T, D, dtype=dtype)
     write_kernel.write(*cache, new, new, None if page is None else torch.zeros(B + 1, dtype=torch.int64))
-    per_head = [] if page is None else [torch.zeros(H), torch.zeros(H)]
+    per_head = [] if page is None else [torch.zeros(H)] * 2
     run_decode(q, present(cache), per_head, Spec(Score() if page is None else EVERYTHING, scale=0.125))

@@ -74,7 +74,7 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
         "arena_method.j2",
         lead,
         tuple(zip(plan.others, said, strict=True)),
-        () if command is None else (command,),
+        (command,) if command else (),
     )
     write_page(report, out, margin=percent(plan.margin), looks=plan.planned_looks, alpha=percent(ALPHA))
     (out / RESULTS).write_text(to_json(as_json(arena), indent=2) + "\n", encoding="utf-8")
@@ -208,8 +208,8 @@ def _unit(arena: Arena) -> tuple[str, str]:
 
 def draw_forest(figure: Figure, arena: Arena) -> None:
     """A row for each arm, the first on top."""
-    axes, looks = figure.add_subplot(), styles(list(arena.arms))
-    for row, comparison in enumerate(arena.comparisons):
+    axes, looks, comparisons = figure.add_subplot(), styles(list(arena.arms)), arena.comparisons
+    for row, comparison in enumerate(comparisons):
         colour = looks[comparison.arm.name].colour
         finite = [value for value in comparison.differences.values() if math.isfinite(value)]
         axes.plot(finite, [row + 0.22] * len(finite), ls="", marker="o", ms=2.6, color=colour, alpha=0.6, zorder=2)
@@ -228,10 +228,11 @@ def draw_forest(figure: Figure, arena: Arena) -> None:
             bbox={"facecolor": COLOURS["surface"], "edgecolor": "none", "pad": 0.5},
         )  # fmt: skip
     label_axes(axes, "lower is better", f"{_unit(arena)[0]} less {arena.plan.baseline}'s, {_unit(arena)[1]}")
-    axes.axvspan(-arena.comparisons[0].margin, arena.comparisons[0].margin, color=COLOURS["band"], lw=0, zorder=0)
+    margin = comparisons[0].margin
+    axes.axvspan(-margin, margin, color=COLOURS["band"], lw=0, zorder=0)
     axes.axvline(0, color=COLOURS["naive"], lw=1.4, zorder=1)
-    axes.set_yticks(range(len(arena.comparisons)), [comparison.arm.name for comparison in arena.comparisons])
-    axes.set_ylim(len(arena.comparisons) - 0.4, -0.6)
+    axes.set_yticks(range(len(comparisons)), [comparison.arm.name for comparison in comparisons])
+    axes.set_ylim(len(comparisons) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.06)
     axes.xaxis.set_major_locator(MaxNLocator(6))

@@ -71,8 +71,11 @@ class Comparison:
     def differences(self) -> dict[int, float]:
         """Of the final losses, by seed: 0 where both diverged, infinite where one did."""
         theirs = self.baseline.losses
-        pairs = {seed: (loss, theirs[seed]) for seed, loss in self.arm.losses.items() if seed in theirs}
-        return {seed: 0.0 if ours == other else ours - other for seed, (ours, other) in pairs.items()}
+        return {
+            seed: 0.0 if loss == theirs[seed] else loss - theirs[seed]
+            for seed, loss in self.arm.losses.items()
+            if seed in theirs
+        }
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -214,14 +217,13 @@ def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
 
 
 def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run], task: str | None, size: int | None) -> ArmRuns:
-    tries = [one for one in plan.lr_runs() if one.arm == arm and one.number in runs]
     seeds = [one for one in plan.seed_runs() if one.arm == arm and one.size == size]
     losses: dict[float, list[float]] = {lr: [] for lr in plan.lr[arm]} if len(plan.lr[arm]) > 1 else {}
-    for one in tries:
-        run = runs[one.number]
-        loss = math.inf if run.out_of_memory else result(run, task)
-        if one.lr is not None and loss is not None:
-            losses[one.lr].append(loss)
+    for one in plan.lr_runs():
+        if one.arm == arm and (run := runs.get(one.number)):
+            loss = math.inf if run.out_of_memory else result(run, task)
+            if one.lr is not None and loss is not None:
+                losses[one.lr].append(loss)
     trained = by_seed(runs[one.number] for one in seeds if one.number in runs)
     results = {seed: loss for seed, run in trained.items() if (loss := result(run, task)) is not None}
     return ArmRuns(arm, trained, results, losses, seeds[0].lr)

@@ -71,8 +71,7 @@ def cost_table(arena: Arena) -> Table:
                 speed(runs),
                 memory(median_of(run.peak() for run in runs)),
                 shown(median_of(run.median("flops_per_token") for run in runs), "{:.3g}"),
-                bounds_of(one.at_equal("throughput/step_ms") if one else None),
-                bounds_of(one.at_equal("flops_per_token") if one else None),
+                *(bounds_of(one.at_equal(of) if one else None) for of in ("throughput/step_ms", "flops_per_token")),
             ]
         )
     layer = " (one layer)" if attention_alone(list(arena.runs.values())) else ""

@@ -48,15 +48,14 @@ def result(summary: Mapping[str, Any], measured: Mapping[str, Any], seconds: flo
     measured  by the judge, from its checkpoint; empty if it diverged
     seconds   of its training, by the judge's clock
     """
-    config = summary.get("config") or {}
-    flat = flatten(config)
+    flat = flatten(summary.get("config") or {})
     names = [name for name in flat if name.split(".")[0] in FIXED]
     names += [f"training.{name}" for name in OF_TRAINING]
     tokens = number(summary.get("tokens")) or 0.0
     return {
         **measured,
         "predicted": measured.get("tokens"),
-        "seed": config.get("seed"),
+        "seed": flat.get("seed"),
         "settings": {name: flat.get(name) for name in names},
         "device": [summary.get("device"), summary.get("versions"), measured.get("threads")],
         "tokens": tokens,

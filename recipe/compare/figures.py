@@ -27,8 +27,9 @@ def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", 
     verdicts  of its cells; the parity of the worst is drawn
     prefix    of the files' names, where several sweeps stand on a page
     """
-    names = [(label, cell) for cell in sweep.cells for label in cell.labels()]
-    curves = {_name(label, cell, sweep): list(cell.of(label).values()) for label, cell in names}
+    curves = {
+        _name(label, cell, sweep): list(cell.of(label).values()) for cell in sweep.cells for label in cell.labels()
+    }
     result = loss_charts(curves, coincide=len(sweep.cells) == 1)
     if judged := [verdict for verdict in verdicts if verdict.agreements]:
         worst = max(judged, key=lambda v: (v.outcome is Outcome.broken, v.probe.ratio if v.probe else 0.0)).cell
@@ -124,8 +125,7 @@ def draw_difference(figure: Figure, cell: Cell, reference: str) -> None:
                     steps, shown, color=looks[label].colour, ls=looks[label].line, lw=width, alpha=alpha, label=name
                 )
                 sizes.append(values)
-    spread = seed_spread(list(references.values()))
-    if spread is not None:
+    if spread := seed_spread(list(references.values())):
         axes.plot(*spread, color=COLOURS["naive"], lw=2.4, label="spread between seeds")
         sizes.append(spread.values)
     if rounding := rounding_of_a_step(cell.runs, reference):

@@ -39,10 +39,10 @@ MEASURES = {"logits_max_diff": "logits", "grad_rel_err": "gradients"}
 def judge(cells: Sequence[Cell], reference: str = "naive") -> list[Verdict]:
     """Judge every implementation against `reference`, in each cell that has a reference run or a probe; none that
     computes another function."""
-    known = [cell for cell in cells if cell.of(reference) or rounding_of_a_step(cell.runs, reference) is not None]
     return [
         _judge(cell, label, reference)
-        for cell in known
+        for cell in cells
+        if cell.of(reference) or rounding_of_a_step(cell.runs, reference) is not None
         for label in cell.labels()
         if label != reference and all(run.claims_parity for run in cell.of(label).values())
     ]
@@ -160,10 +160,9 @@ def _trained(series: Series) -> Series:
 
 def _began_within(pair: tuple[Run, Run], rounding: float) -> bool:
     """Whether the first losses of two runs agree up to rounding; true without early losses."""
-    starts = [difference(*pair, metric) for metric in ("val/loss", "train/loss")]
     return all(
         abs(start.values[0]) <= PARITY_MARGIN * rounding * max(1, start.steps[0])
-        for start in starts
+        for start in [difference(*pair, metric) for metric in ("val/loss", "train/loss")]
         if len(start.steps) and start.steps[0] <= EARLY * max(start.steps[-1], 1)
     )
 

@@ -96,7 +96,8 @@ def draw_probes(folder: Path, measured: Mapping[str, Mapping[str, Any]]) -> list
     run = Run(folder, folder.name, "completed", {}, [], {"probes": measured}, ())
     written = []
     for chart in probe_charts({folder.resolve().name: [run]}):
-        (folder / FIGURES).mkdir(exist_ok=True)
-        written.append(folder / FIGURES / f"{chart.name}.png")
-        written[-1].write_bytes(render_png(chart))
+        path = folder / FIGURES / f"{chart.name}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(render_png(chart))
+        written.append(path)
     return written

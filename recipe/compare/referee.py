@@ -142,9 +142,8 @@ class Judge:
         if name == "HEAD" and git(self.top, "status", "--porcelain", "--untracked-files=no"):
             raise InvalidError("the working tree has changes that no commit holds; commit them, or name a commit.")
         commit = git(self.top, "rev-parse", f"{name}^{{commit}}")
-        edit = next((e for e in self.ledger.edits if (e["commit"], e["salt"]) == (commit, salt)), None)
-        if edit is None:
-            edit = self.registered(commit, salt)
+        known = (edit for edit in self.ledger.edits if (edit["commit"], edit["salt"]) == (commit, salt))
+        edit = next(known, None) or self.registered(commit, salt)
         if edit["verdict"] == INVALID:
             raise InvalidError(edit["reason"])
         if edit["verdict"] is None:
@@ -167,8 +166,17 @@ class Judge:
         if any((edit["tree"], edit["salt"]) == (tree, salt) for edit in self.ledger.edits):
             raise InvalidError("the same code was judged before; runs are not repeated for a better result.")
         author = git(self.top, "log", "-1", "--format=%an", commit)
-        edit = {"commit": commit, "tree": tree, "salt": salt, "best": {key: best[key] for key in ("commit", "salt")}}
-        edit |= {"keeps": len(self.ledger.kept), "pairs": [], "verdict": None, "reason": "", "who": author}
+        edit = {
+            "commit": commit,
+            "tree": tree,
+            "salt": salt,
+            "best": {key: best[key] for key in ("commit", "salt")},
+            "keeps": len(self.ledger.kept),
+            "pairs": [],
+            "verdict": None,
+            "reason": "",
+            "who": author,
+        }
         self.ledger.edits.append(edit)
         self.save()
         return edit

@@ -101,7 +101,7 @@ def night(
         wider = generator.random(nights) < doubled if 0 < doubled < 1 else doubled
         deviation, effect = 1.0 + wider * np.ones(nights), (gain if number == size else -9.0) if gain else 0.0
         limit = log_limit(number, keeps.sum(1))
-        running, ended = np.arange(nights), np.zeros((3, nights))
+        running, ended = np.arange(nights), np.zeros((3, nights))  # count, mean and squares of the gains
         gains = NO_GAINS
         for n in range(1, MOST_PAIRS + 1):
             gains = gains.add(effect + deviation[running] * noise(generator, shared[running, n - 1]))
@@ -114,9 +114,8 @@ def night(
             running, gains = running[~over], Gains(n, gains.mean[~over], gains.squares[~over])
             if not len(running):
                 break
-        count, mean, squares = ended
-        pairs[:, number - 1] = count
-        calibration = calibration.add(Gains(count, mean, squares))  # type: ignore[arg-type]
+        pairs[:, number - 1] = ended[0]
+        calibration = calibration.add(Gains(*ended))
     return keeps, pairs
 
 

@@ -113,7 +113,7 @@ def parity_table(verdicts: Sequence[Verdict], reference: str) -> Table | None:
                 DASH if probe is None else times(probe.ratio).removesuffix(" times"),
                 EQUAL if equal else DASH if share is None else percent(share),
                 DASH if final is None or equal else size(final.difference),
-                DASH if final is None or final.floor is None else size(final.floor),
+                size(final.floor if final else None),
                 "; ".join(_faults(verdict)) or DASH,
                 "; ".join([*(gap.value for gap in verdict.gaps), *(alone.unseen if alone else ())]) or DASH,
             ]
@@ -158,9 +158,15 @@ def _state(point: Point) -> str:
 
 def ablation_table(runs: Sequence[Run]) -> Table | None:
     """The errors without a line of the online softmax, their place and size: `ablation` of the summaries."""
-    measured = [entries for run in runs if isinstance(entries := run.summary.get("ablation"), list)]
+    entries = [
+        entry
+        for run in runs
+        if isinstance(recorded := run.summary.get("ablation"), list)
+        for entry in recorded
+        if isinstance(entry, Mapping)
+    ]
     rows = []
-    for entry in [entry for entries in measured for entry in entries if isinstance(entry, Mapping)]:
+    for entry in entries:
         tile, row = entry.get("first_bad_tile"), entry.get("first_bad_row")
         rows.append(
             (
@@ -231,7 +237,7 @@ def runs_csv(runs: Sequence[Run], labels: Names, places: Names, subject: str = "
     ]
     text = io.StringIO()
     lines = [[*rows[0]], *([*row.values()] for row in rows)]
-    csv.writer(text, lineterminator="\n").writerows([[_inert(cell) for cell in line] for line in lines])
+    csv.writer(text, lineterminator="\n").writerows(map(_inert, line) for line in lines)
     return text.getvalue()
 
 

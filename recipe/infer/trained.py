@@ -173,8 +173,9 @@ def inexact(attention: AttentionConfig) -> str | None:
     if is_in_file(attention.name):
         return f"attention={attention.name} is in a file"
     known = IMPLEMENTATIONS.get(attention.name)
-    exact = known is None or known.exact
-    return None if exact else f"attention={attention.name} does not declare that it is exact (docs/add-an-attention.md)"
+    if known is None or known.exact:
+        return None
+    return f"attention={attention.name} does not declare that it is exact (docs/add-an-attention.md)"
 
 
 def load_weights(model: GPT, run: Path, choice: ModelChoice) -> Path:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from recipe import CONF
 from recipe.files import flatten, number, plain
 from recipe.run.arms import LR, ArenaConfig, arena_mistakes, arm_mistakes, read_arms, size_overrides
-from recipe.run.compose import by_key, checked, formula_quoted, lines, quoted, refuse, to_config, unswept
+from recipe.run.compose import by_key, checked, choices, formula_quoted, lines, quoted, refuse, to_config, unswept
 from recipe.run.config import Config, ConfigError
 from recipe.run.jobs import Job, SweepError, without
 from recipe.run.plan import Plan, PlannedRun, continued, new_plan, read_plan, write_plan
@@ -56,7 +56,7 @@ def checked_plan(config: Config, overrides: list[str], of_run: Callable[[Config]
             f"arena.rules.first_seed={arena.rules.first_seed}."
         )
     try:
-        arms = read_arms(arena.arms or "", sorted(file.stem for file in (CONF / "arm").glob("*.yaml")))
+        arms = read_arms(arena.arms or "", sorted(choices()["arm"]))
     except ValueError as error:
         raise ConfigError("\n".join([*sentences, str(error)])) from error
     arms = {name: [formula_quoted(line) for line in its] for name, its in arms.items()}
@@ -78,9 +78,10 @@ def checked_plan(config: Config, overrides: list[str], of_run: Callable[[Config]
             settings[name] = flatten(plain(of_arm))
         except ConfigError as error:
             wrong[name] = [str(error)]
-        planned = without(own_lines, PLANNED)
         wrong[name] += [
-            f"{line} is set by the plan of the sweep; leave it out." for line in own_lines if line not in planned
+            f"{line} is set by the plan of the sweep; leave it out."
+            for line in own_lines
+            if not without([line], PLANNED)
         ]
     for name, mistakes in wrong.items():
         for sentence in mistakes:

@@ -75,11 +75,11 @@ def read_arms(text: str, files: Sequence[str]) -> dict[str, list[str]]:
         raise ValueError(f"arena.arms={text} cannot be read: {error}.") from error
     arms, part = dict[str, list[str]](), list[str]()
     for word in [*words, "|"]:
-        if word != "|" and part and part[-1].startswith("score.formula=") and not IS_OVERRIDE.match(word):
-            part[-1] += f" {word}"
-            continue
         if word != "|":
-            part.append(word)
+            if part and part[-1].startswith("score.formula=") and not IS_OVERRIDE.match(word):
+                part[-1] += f" {word}"
+            else:
+                part.append(word)
             continue
         name, colon, attached = part[0].partition(":") if part else ("", "", "")
         if not name or "=" in name:

@@ -57,18 +57,13 @@ def attention_shape(config: Config, device: torch.device, dtype: torch.dtype) ->
 
 def build_gpt(config: Config, vocab_size: int, device: torch.device, dtype: torch.dtype) -> GPT:
     """A model that will compute on `device` in `dtype`, on the CPU, with random weights."""
-    attend, training = build_attention(config.attention), config.training
+    training = config.training
     return GPT(
         config.model,
         vocab_size,
         config.seq_len,
-        attend,
-        Computation(
-            training.recompute,
-            residual_in_fp32=training.residual_in_fp32,
-            device=device,
-            dtype=dtype,
-        ),
+        build_attention(config.attention),
+        Computation(training.recompute, residual_in_fp32=training.residual_in_fp32, device=device, dtype=dtype),
         score=config.score,
         documents=config.data.documents is not Documents.ignore,
         restart_positions=config.data.documents is Documents.restart,
@@ -111,24 +106,21 @@ def too_large_model(model: GPTConfig, device: torch.device) -> str:
 def build_trainer(config: Config, model: GPT, device: torch.device, world: World) -> Trainer:
     """The trainer of a model, which moves to `device`."""
     training = replace(config.training, precision=resolve_precision(config.training.precision, device))
-    rate = partial(learning_rate, steps=training.steps, peak=config.optimizer.lr, config=config.schedule)
     micro_steps = training.share(model.seq_len, world).micro_steps
     mixes = bool(config.model.mixers)
     in_blocks = mixes or config.parallel.shards
-    replayed = can_replay(training, config.attention.rng, micro_steps, in_blocks, mixes)
     sharing = Sharing(model, world, config.parallel, device, training.precision.dtype)
     optimizer = sharing.share_update(build_optimizer(sharing.model, config.optimizer))
-    exchange = sharing.exchange(optimizer, micro_steps)
     return Trainer(
         sharing,
         optimizer,
-        exchange,
+        sharing.exchange(optimizer, micro_steps),
         compiled(sharing.computing, in_blocks) if training.compile else sharing.computing,
         training,
         config.seed,
-        learning_rate=rate,
+        learning_rate=partial(learning_rate, steps=training.steps, peak=config.optimizer.lr, config=config.schedule),
         clip=config.optimizer.clip,
-        replayed=replayed,
+        replayed=can_replay(training, config.attention.rng, micro_steps, in_blocks, mixes),
     )
 
 

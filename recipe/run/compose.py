@@ -184,8 +184,12 @@ def swept_values(override: Override) -> list[str]:
 def swept_mistakes(overrides: list[str]) -> list[str]:
     """A sentence for each override with several values, for a command that is no sweep."""
     single = unswept(overrides)
-    several = "{} is more than one value; add -m for a run with each, or quote a value with commas twice: {}."
-    return [several.format(line, quoted_twice(line)) for line in overrides if line not in single]
+    return [
+        f"{line} is more than one value; add -m for a run with each, or quote a value with commas twice: "
+        f"{quoted_twice(line)}."
+        for line in overrides
+        if line not in single
+    ]
 
 
 def unswept(overrides: list[str]) -> list[str]:
@@ -211,8 +215,11 @@ def lines(overrides: dict[str, Override]) -> list[str]:
 @functools.cache
 def choices() -> dict[str, set[str]]:
     """attention, model, ...: the folders of conf/, and the files of each without their ending."""
-    folders = [folder for folder in sorted(CONF.iterdir()) if folder.is_dir() and folder.name != "hydra"]
-    return {folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in folders}
+    return {
+        folder.name: {file.stem for file in folder.glob("*.yaml")}
+        for folder in sorted(CONF.iterdir())
+        if folder.is_dir() and folder.name != "hydra"
+    }
 
 
 def quoted(value: str) -> str:

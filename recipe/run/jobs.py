@@ -97,18 +97,16 @@ def without(overrides: Iterable[str], keys: Iterable[str]) -> list[str]:
 def names_of(jobs: Sequence[Job]) -> dict[int, str]:
     """What distinguishes each job, by its number: its name, or the overrides that not every job has, "tiled seed=2"."""
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
-    different = {job.number: [line for line in job.overrides if line not in common] or job.overrides for job in jobs}
-    return {
-        job.number: job.name
-        or ESCAPES.sub(r"\1", " ".join(x.removeprefix("attention=") for x in different[job.number]))
-        for job in jobs
-    }
+    names = {}
+    for job in jobs:
+        different = [line for line in job.overrides if line not in common] or job.overrides
+        names[job.number] = job.name or ESCAPES.sub(r"\1", " ".join(x.removeprefix("attention=") for x in different))
+    return names
 
 
 def write_manifest(folder: Path, jobs: Sequence[Job]) -> None:
     """Write the jobs and their names to `folder`/sweep.json."""
-    names = {str(number): name for number, name in names_of(jobs).items()}
-    content = {"jobs": [list(job.overrides) for job in jobs], "names": names}
+    content = {"jobs": [job.overrides for job in jobs], "names": names_of(jobs)}  # JSON has the numbers as text
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
 

@@ -188,9 +188,11 @@ class StepMeter:
         if self.device.type != "cuda":
             self._peak_bytes["allocated"] = process_peak()
             return
-        allocated, reserved = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
-        self._peak_bytes["allocated"] = max(self._peak_bytes["allocated"], allocated)
-        self._peak_bytes["reserved"] = max(self._peak_bytes["reserved"], reserved)
+        for kind, peak in (
+            ("allocated", torch.cuda.max_memory_allocated),
+            ("reserved", torch.cuda.max_memory_reserved),
+        ):
+            self._peak_bytes[kind] = max(self._peak_bytes[kind], peak(self.device))
         torch.cuda.reset_peak_memory_stats(self.device)
 
 

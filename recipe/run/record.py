@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -77,8 +76,9 @@ class Record(NullRecord):
             (folder / "metrics.jsonl").unlink(missing_ok=True)
         name, self.attention_file = origin.config["attention"]["name"], None
         if is_in_file(name):  # its copy is to read; nothing imports it
-            write_atomically(folder / file_of(name).name, file_of(name).read_bytes())
-            self.attention_file = digest_of(file_of(name))
+            file = file_of(name)
+            write_atomically(folder / file.name, file.read_bytes())
+            self.attention_file = digest_of(file)
         # Written before metrics.jsonl, because a sweep only continues a run with recorded overrides.
         write_recorded(folder, origin.config, origin.overrides)
         self.tracker = Tracker(
@@ -88,12 +88,12 @@ class Record(NullRecord):
             steps=trainer.training.steps,
             resume_step=start or None,
         )
-        self.step, self.started = start, datetime.now(UTC)
+        self.step = self.start = start
+        self.started = datetime.now(UTC)
         lines = read_metrics(folder / "metrics.jsonl")
         # The time that the run took before it was resumed.
         last = lines[-1] if lines else {"throughput/elapsed_s": 0.0}
         self.clock_zero = time.monotonic() - last["throughput/elapsed_s"]
-        self.start = start
         self.tokens_before = int(last.get("train/tokens", start * meter.tokens_per_step))
 
     @property
@@ -129,7 +129,7 @@ class Record(NullRecord):
             },
         )
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         ended = self.step >= self.trainer.training.steps or self.reached is not None
         if isinstance(error, OutOfMemory):
             status = "out_of_memory"
@@ -208,8 +208,7 @@ class Record(NullRecord):
         if possible and status in ("completed", "interrupted"):
             alone = attention_peak(model.attend, shape, self.trainer.training.batch_size, model.seq_len)
             peak["memory/peak_allocated_gib"] = alone / GIB
-        source = "attention" if peak else None
-        return {"peak": peak, "memory_source": source, "process_peak_gib": process_peak() / GIB}
+        return {"peak": peak, "memory_source": "attention" if peak else None, "process_peak_gib": process_peak() / GIB}
 
 
 @contextmanager
@@ -250,8 +249,11 @@ def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> 
 
     q, k, v = random(shape.n_heads), random(shape.n_kv_heads), random(shape.n_kv_heads)
     do = torch.ones_like(q)
-    learned = [tensor.name for tensor in score.head_tensors if tensor.learned]
-    tensors = {name: torch.zeros(shape.n_heads, device=shape.device, requires_grad=True) for name in learned}
+    tensors = {
+        tensor.name: torch.zeros(shape.n_heads, device=shape.device, requires_grad=True)
+        for tensor in score.head_tensors
+        if tensor.learned
+    }
     layout = documents(torch.zeros(B, T, dtype=torch.int32, device=shape.device)) if shape.documents else Layout()
     key = DropoutKey(seed=0, step=0, layer=0, first_sequence=0)
     with torch.random.fork_rng(devices=[]), AllocationMeter() as meter:

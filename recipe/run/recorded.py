@@ -42,7 +42,7 @@ def read_config(run: Path) -> Config:
         ) from error
     flaws = [f"seq_len={config.seq_len} must be at least 1."] if config.seq_len < 1 else []
     of_score = map(sentence_of, score_mistakes(config.score, config.model.n_layers))
-    flaws += list(model_mistakes(config.model)) or list(of_score)
+    flaws += list(model_mistakes(config.model)) or of_score
     for flaw in flaws:
         raise ConfigError(f"{path} describes no model: {flaw}")
     return config

@@ -1,6 +1,6 @@
 """Options of earlier versions: what to do instead, and recorded configurations that still have them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from recipe.wording import as_typed
@@ -126,12 +126,10 @@ def without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return remaining
 
 
-def removed_options(values: dict[str, Any], prefix: str = "") -> list[str]:
+def removed_options(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """A sentence for each removed option of a recorded configuration."""
-    sentences = []
     for name, value in values.items():
         if (sentence := refusal(f"{prefix}{name}")) is not None:
-            sentences.append(sentence)
+            yield sentence
         elif isinstance(value, dict):
-            sentences += removed_options(value, f"{prefix}{name}.")
-    return sentences
+            yield from removed_options(value, f"{prefix}{name}.")

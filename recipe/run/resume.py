@@ -60,12 +60,13 @@ def resumed(overrides: list[str]) -> list[str]:
         for key, override in by_key(earlier_defaults(folder, lines(recorded))).items()
         if key.partition(".")[0] not in typed  # such as optimizer=muon
     }
+    every = recorded | earlier | typed
     for key in ("attention.name", "attention"):
-        if key in typed or key in recorded | earlier:
-            check_attention_file(folder, checkpoint, (recorded | earlier | typed)[key].value(), key in typed)
+        if key in every:
+            check_attention_file(folder, checkpoint, every[key].value(), key in typed)
             break
     path = quoted(str(folder))
-    return lines(recorded | earlier | typed | by_key([f"resume={path}", f"hydra.run.dir={path}", "hydra.mode=RUN"]))
+    return lines(every | by_key([f"resume={path}", f"hydra.run.dir={path}", "hydra.mode=RUN"]))
 
 
 def check_attention_file(run: Path, checkpoint: Path, name: Any, is_new: bool) -> None:
@@ -119,14 +120,13 @@ def recorded_overrides(run: Path) -> list[Override]:
 
     Hydra would run functions that others name, such as callbacks. Raises ConfigError for such a line.
     """
-    path = run / OVERRIDES
     try:
         return [own_override(line) for line in as_today(read_overrides(run))]
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
     except UntrustedError as error:
         reason = str(error)
-    raise ConfigError(f"{path} {reason}, so the run cannot be resumed; restore the file.")
+    raise ConfigError(f"{run / OVERRIDES} {reason}, so the run cannot be resumed; restore the file.")
 
 
 def own_override(line: str) -> Override:

@@ -74,12 +74,8 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 def draw_loss_curve(records: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw train and validation loss over steps as PNG. Values that are not finite leave a gap."""
-    from recipe.drawing import (  # takes half a second, too long for the start of a run
-        COLOURS,
-        Chart,
-        finish_steps,
-        render_png,
-    )
+    # Takes half a second, too long for the start of a run.
+    from recipe.drawing import COLOURS, Chart, finish_steps, render_png
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()

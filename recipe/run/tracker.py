@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from data.atomic import write_atomically
@@ -125,9 +124,7 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.progress.close()
         self.metrics.close()
         if self.wandb is not None:

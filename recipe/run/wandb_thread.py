@@ -84,16 +84,15 @@ class WandbThread:
             self._failed = True
             self._warnings.put(f"W&B has stopped ({reason}); {self._without}.")
 
-    def _work(self, earlier: list[Line]) -> None:
+    def _work(self, waiting: list[Line]) -> None:
         try:
-            self._mirror(earlier)
+            self._mirror(waiting)
         except BaseException as error:  # W&B's own are not all of Exception
             self._fail(one_line(error))
 
-    def _mirror(self, earlier: list[Line]) -> None:
+    def _mirror(self, waiting: list[Line]) -> None:
         run = self._start()
         first_step = step = run.step  # the steps that W&B already has of a resumed online run
-        waiting = [*earlier]
         while not isinstance(item := waiting.pop(0) if waiting else self._lines.get(), bool):
             step, metrics = item
             if step >= first_step:

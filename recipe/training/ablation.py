@@ -31,8 +31,7 @@ def measure(config: AttentionConfig) -> list[dict[str, object]]:
     """The `ablation` entry of a run with `config.ablate`, in fp16 and in fp32; empty where nothing is left out."""
     if config.ablate is Ablation.none:
         return []
-    config = replace(config, dropout=0.0)
-    return [broken(config, name) for name in ("fp16", "fp32")]
+    return [broken(replace(config, dropout=0.0), name) for name in ("fp16", "fp32")]
 
 
 def broken(config: AttentionConfig, name: str) -> dict[str, object]:

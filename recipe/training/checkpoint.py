@@ -127,8 +127,8 @@ def save_checkpoint(
             if path in best_checkpoint(folder)[1]:  # its weights may be intact
                 path.rename(tempfile.mkdtemp(prefix=f"unreadable-{path.name}-", dir=folder))
             publish(partial, path, PARTS)
-            _link_best(path.parent)
-            _prune(path.parent, step, keep_last)
+            _link_best(folder)
+            _prune(folder, step, keep_last)
 
     from_first_rank(finish)
     return path

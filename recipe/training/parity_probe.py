@@ -120,13 +120,7 @@ class ParityProbe:
         """Whether to probe update `step`, counted from 0."""
         return self.config.every > 0 and step % self.config.every == 0
 
-    def measure(
-        self,
-        model: GPT,
-        batch: Batch,
-        key: DropoutKey | None,
-        loss_scale: float = 1.0,
-    ) -> dict[str, Any]:
+    def measure(self, model: GPT, batch: Batch, key: DropoutKey | None, loss_scale: float = 1.0) -> dict[str, Any]:
         """Compare on one micro-batch.
 
         model       not compiled, in the mode it trains in
@@ -147,14 +141,11 @@ class ParityProbe:
                 f"memory; comparing {window[0]} of {window[1]}."
             )
             self.window = window
-        difference = beyond_rounding(measured)
-        if difference:
+        if difference := beyond_rounding(measured):
             log.warning(f"parity: attention={model.attend.name} is not {self.config.reference}: {difference}.")
         # Each layer's attention alone, on as many sequences and tokens as fit in its time and in memory.
         checked, of_layers = fitting(
-            device,
-            *part(B, T, device),
-            lambda b, t: check_layers(model, batch.beginning(b, t), key, self.shape.dtype),
+            device, *part(B, T, device), lambda b, t: check_layers(model, batch.beginning(b, t), key, self.shape.dtype)
         )
         layers = checked | {"parity/attention_tokens": [*of_layers]}
         if difference := wrong_alone(layers):
@@ -169,9 +160,11 @@ class ParityProbe:
         difference, worst = differences(run(model.attend, self.shape.dtype), reference)
         with full_precision_products():
             noise, _ = differences(reference, run(self.reference, self.exact_dtype))
-        measured: dict[str, Any] = {f"parity/{name}": value for name, value in difference.items()}
-        measured["parity/worst_parameter"] = worst
-        return measured | {f"parity/noise_{name}": value for name, value in noise.items()}
+        return {
+            **{f"parity/{name}": value for name, value in difference.items()},
+            "parity/worst_parameter": worst,
+            **{f"parity/noise_{name}": value for name, value in noise.items()},
+        }
 
     def _planned(self, model: GPT, B: int, T: int) -> tuple[int, int]:
         """The part of (B, T) whose costliest pass, `exact`, should fit. It has the logits with their softmax and
@@ -225,14 +218,12 @@ def fwd_bwd(
 
     Half precisions use autocast, as in training; fp64 copies the parameters.
     """
-    device = batch.inputs.device.type
-    step = FwdBwdModule(model)
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     if dtype is torch.float64:
         parameters = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
-    with torch.autocast(device, dtype, enabled=dtype.itemsize == 2):
+    with torch.autocast(batch.inputs.device.type, dtype, enabled=dtype.itemsize == 2):
         return torch.func.functional_call(
-            step,
+            FwdBwdModule(model),
             {f"model.{name}": p for name, p in parameters.items()},
             (batch, key, attend, parameters, loss_scale),
         )

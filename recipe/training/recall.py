@@ -60,7 +60,7 @@ def lengths_for(model: GPT, trained: int, longest: int | None = None) -> list[in
 
 
 @contextmanager
-def stretched(model: GPT, seq_len: int) -> Iterator[GPT]:
+def stretched(model: GPT, seq_len: int) -> Iterator[None]:
     """Within the block, the model takes inputs of `seq_len` tokens, such as with the angles of their rotary positions.
 
     Learned positions have no weights beyond the trained length.
@@ -69,7 +69,7 @@ def stretched(model: GPT, seq_len: int) -> Iterator[GPT]:
     if seq_len > before:
         model.seq_len, model.tables = seq_len, position_tables(model.config, seq_len).to(model.wte.weight.device)
     try:
-        yield model
+        yield
     finally:
         model.seq_len, model.tables = before, tables
 
@@ -153,9 +153,9 @@ class PositionLoss(Recall):
             losses = self.losses(model, longest)
         edges = np.unique(np.geomspace(1, longest + 1, BINS + 1).round().astype(int)) - 1
         means = [float(losses[low:high].mean()) for low, high in pairwise(edges)]
-        metrics = {}
-        for before, T in pairwise(lengths):
-            metrics[f"probe/loss_beyond_x{T // self.seq_len}"] = float(losses[before:T].mean())
+        metrics = {
+            f"probe/loss_beyond_x{T // self.seq_len}": float(losses[before:T].mean()) for before, T in pairwise(lengths)
+        }
         return metrics, {"trained": self.seq_len, "positions": edges[:-1].tolist(), "loss": means}
 
     def losses(self, model: GPT, T: int) -> np.ndarray:

@@ -44,8 +44,7 @@ class MovingAverage:
         updates  0-dim: the number of updates before this one
         skip     0-dim bool: the update was not taken, and the average stays as it is
         """
-        share = 1 - ((1 + updates) / (10 + updates)).clamp(max=self.decay)
-        share = torch.where(skip, 0.0, share)
+        share = torch.where(skip, 0.0, 1 - ((1 + updates) / (10 + updates)).clamp(max=self.decay))
         for name, parameter in self.parameters.items():
             local(self.weights[name]).lerp_(local(parameter), share)
 
@@ -112,5 +111,8 @@ def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 def updated_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
     """The tensor that the optimizer updates for each trained parameter of the model, by the parameter's name."""
     shards = optimizer.shards if isinstance(optimizer, SharedAdamW) else {}
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {name: shards.get(parameter, parameter) for name, parameter in trained.items()}
+    return {
+        name: shards.get(parameter, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }

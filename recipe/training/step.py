@@ -163,8 +163,7 @@ class Trainer:
         self.micro_steps = self.global_batch.micro_steps
         self.tokens_per_step = self.global_batch.sequences * self.model.seq_len
         self.average = MovingAverage(self.model, training.ema) if training.ema else None
-        replays = replayed and self.device.type == "cuda"
-        self.replay = GraphedStep(self._whole_step, self.device) if replays else None
+        self.replay = GraphedStep(self._whole_step, self.device) if replayed and self.device.type == "cuda" else None
 
         device = self.device
         # The loss is multiplied by `scale`, which is 1 except in fp16; `growth_tracker` counts steps since it changed.

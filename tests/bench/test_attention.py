@@ -1,6 +1,7 @@
 """The attention benchmark, end to end at sizes that a CPU does in a second."""
 
 import gc
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -13,9 +14,9 @@ from bench.attention.__main__ import main, with_ratios
 from bench.attention.peers import VARIANTS, Candidate, Problem, candidates, from_package
 from bench.record import read
 
-SIZES = {"device": "cpu", "heads": 8, "masks": "causal"}
-SMALL = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
+SMALL = ["--device", "cpu", "--heads", "8", "--masks", "causal"]
 CPU = torch.device("cpu")
+PROBLEM = Problem(B=2, H=3, T=32, D=8, variant="causal", dropout=0.0, dtype=torch.float32, device=CPU)
 
 
 def run(folder, *arguments):
@@ -98,7 +99,7 @@ def test_a_wrong_implementation_shows_in_its_error_and_a_greedy_one_is_a_result(
 
 
 def test_flops_are_those_of_the_products_in_the_formula():
-    problem = Problem(B=2, H=3, T=32, D=8, variant="full", dropout=0.0, dtype=torch.float32, device=CPU)
+    problem = replace(PROBLEM, variant="full")
     (q, k, v), dout = problem.tensors()
     with FlopCounterMode(display=False) as counter:
         out = candidates()["naive"].build(problem)(q, k, v)
@@ -112,7 +113,7 @@ def test_flops_are_those_of_the_products_in_the_formula():
 
 def test_flops_count_visible_keys_alone():
     def forward(variant):
-        return Problem(B=1, H=1, T=4096, D=1, variant=variant, dropout=0.0, dtype=torch.float32, device=CPU).flops()[0]
+        return replace(PROBLEM, B=1, H=1, T=4096, D=1, variant=variant).flops()[0]
 
     assert forward("causal") == forward("alibi") == 4 * 4096**2 / 2
     assert forward("window") == 4 * (1024 * 4096 - 1024**2 / 2)
@@ -151,7 +152,7 @@ called = {}
 def test_a_package_is_called_in_its_layout_and_refuses_dropout_that_it_lacks(tmp_path, monkeypatch):
     (tmp_path / "stand_in_for_flash_attn.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
-    problem = Problem(B=2, H=3, T=16, D=8, variant="causal", dropout=0.0, dtype=torch.float32, device=CPU)
+    problem = replace(PROBLEM, T=16)
     (q, k, v), _ = problem.tensors()
     out = from_package("stand_in_for_flash_attn", has_dropout=False)(problem)(q, k, v)
     assert torch.equal(out, q + k + v)
@@ -160,7 +161,7 @@ def test_a_package_is_called_in_its_layout_and_refuses_dropout_that_it_lacks(tmp
     from_package("stand_in_for_flash_attn", has_dropout=True, deterministic=True)(problem)(q, k, v)
     assert (called["dropout_p"], called["deterministic"]) == (0.0, True)
     with pytest.raises(UnsupportedAttention, match="stand_in_for_flash_attn has no dropout"):
-        from_package("stand_in_for_flash_attn", has_dropout=False)(Problem(**(vars(problem) | {"dropout": 0.1})))
+        from_package("stand_in_for_flash_attn", has_dropout=False)(replace(problem, dropout=0.1))
 
 
 def test_selections_do_not_overwrite_the_whole_result():
@@ -172,5 +173,5 @@ def test_selections_do_not_overwrite_the_whole_result():
 
 
 def test_a_row_names_the_kernels_that_ran():
-    problem = Problem(B=1, H=2, T=4096, D=128, variant="causal", dropout=0.0, dtype=torch.bfloat16, device=CPU)
+    problem = replace(PROBLEM, B=1, H=2, T=4096, D=128, dtype=torch.bfloat16)
     assert candidates()["flash"].path(problem) == "plain"  # the interpreter's

@@ -94,37 +94,41 @@ def kernel(name="group/sm90/case/forward", sources="a"):
     return Kernel(name, sources, source, GPUTarget("cuda", 90, 32), {"enable_fp_fusion": True})
 
 
+def report(**changed):
+    """Of a kernel of 128 threads with FIGURES but for these."""
+    return Report(FIGURES._replace(**changed), 128, ())
+
+
 def test_a_kernel_may_not_take_more_than_its_bound():
-    assert not list(growth(kernel(), Report(FIGURES, 128, ()), FIGURES))
-    less = Report(FIGURES._replace(registers=90, spilled=0, shared=8192), 128, ())
-    assert not list(growth(kernel(), less, FIGURES))
-    grown = (FIGURES._replace(registers=101), FIGURES._replace(spilled=12), FIGURES._replace(serialised=1))
-    for figures, text in zip(grown, ("101 registers", "12 spilled bytes", "1 serialised products"), strict=True):
-        (line,) = growth(kernel(), Report(figures, 128, ()), FIGURES)
+    assert not list(growth(kernel(), report(), FIGURES))
+    assert not list(growth(kernel(), report(registers=90, spilled=0, shared=8192), FIGURES))
+    grown = (report(registers=101), report(spilled=12), report(serialised=1))
+    for more, text in zip(grown, ("101 registers", "12 spilled bytes", "1 serialised products"), strict=True):
+        (line,) = growth(kernel(), more, FIGURES)
         assert line.startswith(f"{kernel().name} has {text}")
-    assert list(growth(kernel(), Report(FIGURES, 128, ()), NEW)), "a new kernel must not spill"
+    assert list(growth(kernel(), report(), NEW)), "a new kernel must not spill"
 
 
 def test_a_kernel_must_fit_its_gpu():
-    assert not list(faults(kernel(), Report(FIGURES, 128, ())))
-    assert "shared memory" in next(faults(kernel(), Report(FIGURES._replace(shared=240_000), 128, ())))
+    assert not list(faults(kernel(), report()))
+    assert "shared memory" in next(faults(kernel(), report(shared=240_000)))
     assert "registers a thread" in next(faults(kernel(), Report(FIGURES._replace(registers=176), 384, ())))
     unfused = kernel()._replace(options={"enable_fp_fusion": False})
-    assert "enable_fp_fusion" in next(faults(unfused, Report(FIGURES, 128, ())))
+    assert "enable_fp_fusion" in next(faults(unfused, report()))
     assert "overlap" in next(faults(kernel(), Report(FIGURES, 128, (16,))))
 
 
 def test_a_renewed_record_has_new_figures_and_the_others_become_bounds():
-    new = FIGURES._replace(ptx="new", registers=80)
+    new = report(ptx="new", registers=80)
     record = Record(
         {"same": Entry("a", {"3.6": FIGURES}), "other": Entry("b", {"3.6": FIGURES}), "gone": Entry("c", {})}
     )
     today = {"same": kernel("same"), "other": kernel("other", "changed"), "added": kernel("added", "d")}
-    result = renewed(record, today, {"other": Report(new, 128, ()), "added": Report(new, 128, ())}, "3.7").kernels
+    result = renewed(record, today, {"other": new, "added": new}, "3.7").kernels
     assert result == {
         "same": Entry("a", {"3.6": FIGURES}),
-        "other": Entry("changed", {"3.6": FIGURES._replace(ptx=""), "3.7": new}),
-        "added": Entry("d", {"3.7": new}),
+        "other": Entry("changed", {"3.6": FIGURES._replace(ptx=""), "3.7": new.figures}),
+        "added": Entry("d", {"3.7": new.figures}),
     }
 
 
@@ -139,8 +143,8 @@ def test_a_bound_is_that_of_the_same_triton_or_the_most_of_others():
 
 def test_other_code_from_the_same_sources_is_reported():
     record = Record({"k": Entry("a", {"3.7": FIGURES})})
-    assert not list(other_code(record, {"k": Report(FIGURES, 128, ())}, "3.7"))
-    (line,) = other_code(record, {"k": Report(FIGURES._replace(ptx="other"), 128, ())}, "3.7")
+    assert not list(other_code(record, {"k": report()}, "3.7"))
+    (line,) = other_code(record, {"k": report(ptx="other")}, "3.7")
     assert "make kernels" in line
 
 

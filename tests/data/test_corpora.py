@@ -36,7 +36,7 @@ def documents_of(config: DataConfig) -> dict[str, list[str]]:
 
 
 def of_text(path: Path, **options) -> DataConfig:
-    return DataConfig(name="text", path=str(path), **options)
+    return DataConfig("text", str(path), cache=str(path.parent / "cache"), **options)
 
 
 def documents(path: Path, **options) -> dict[str, list[str]]:
@@ -236,11 +236,12 @@ def reader():
 
 
 def test_files_and_folders_that_may_not_be_read_are_named_with_that_cause(reader):
+    folder, file = reader / "closed", reader / "closed.txt"
     (reader / "open.txt").write_text("text " * 100)
-    (reader / "closed").mkdir()
-    (reader / "closed" / "a.txt").write_text("text")
-    (reader / "closed.txt").write_text("text")
-    (reader / "closed.txt").chmod(0)
+    folder.mkdir()
+    (folder / "a.txt").write_text("text")
+    file.write_text("text")
+    file.chmod(0)
 
     def assert_refused(sentence, *paths):
         for path in paths:
@@ -248,11 +249,11 @@ def test_files_and_folders_that_may_not_be_read_are_named_with_that_cause(reader
                 documents(reader / path)
 
     assert_refused(r"closed\.txt cannot be read \(Permission denied\); make it readable", "closed.txt", ".")
-    (reader / "closed.txt").unlink()
-    (reader / "closed").chmod(0)
+    file.unlink()
+    folder.chmod(0)
     sentence = r"closed(/a\.txt)? cannot be read \(Permission denied\); make it readable"
     assert_refused(sentence, "closed", "closed/a.txt", ".")
-    (reader / "closed").chmod(0o755)
+    folder.chmod(0o755)
     (reader / "loop.txt").symlink_to("loop.txt")
     assert_refused(r"loop\.txt cannot be read \(Too many levels of symbolic links\)", "loop.txt")
 
@@ -260,7 +261,7 @@ def test_files_and_folders_that_may_not_be_read_are_named_with_that_cause(reader
 def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.txt").write_text("text " * 100)
-    assert documents_of(DataConfig(name="text", path="~/a.txt")) == documents(tmp_path / "a.txt")
+    assert documents_of(DataConfig("text", "~/a.txt")) == documents(tmp_path / "a.txt")
 
 
 def test_what_is_held_out_and_empty_files_get_a_notice(tmp_path):
@@ -276,7 +277,7 @@ def test_files_that_are_no_text_are_named_on_every_run_that_leaves_them_out(tmp_
     (tmp_path / "text").mkdir()
     for name in ("a.txt", "b.md", ".hidden", *(f"{n}.png" for n in range(5))):
         (tmp_path / "text" / name).write_text("some words " * 20)
-    config = of_text(tmp_path / "text", cache=str(tmp_path / "cache"))
+    config = of_text(tmp_path / "text")
     for _ in range(2):
         prepare(config)
         told = " ".join(capsys.readouterr().err.split())
@@ -317,7 +318,7 @@ def test_a_text_of_nothing_is_called_so(make, tmp_path):
     with pytest.raises(
         DataError, match=r"leaves nothing for the train split: .*text has no rows, their field 'text' is empty, or"
     ):
-        prepare(of_text(tmp_path / "text", cache=str(tmp_path / "cache")))
+        prepare(of_text(tmp_path / "text"))
 
 
 @pytest.mark.parametrize(
@@ -403,7 +404,7 @@ def test_the_same_text_gives_the_same_bits_from_every_kind_of_file(tmp_path, tok
         folder.mkdir()
         for split, of_split in texts.items():
             write_text(folder, f"{split}{name}", of_split)
-        identities[name] = prepare(of_text(folder, tokenizer=tokenizer, cache=str(tmp_path / "cache"))).identity
+        identities[name] = prepare(of_text(folder, tokenizer=tokenizer)).identity
     assert set(identities.values()) == {identities[".jsonl"]}, identities
 
 

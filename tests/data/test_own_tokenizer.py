@@ -1,6 +1,7 @@
 """A tokenizer from a file: the tokens of the library that made it, from preparation to sampling."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,11 @@ def file(tmp_path_factory):
 
 
 @pytest.fixture
+def tokenizer(file):
+    return OwnTokenizer("own", file.read_text())
+
+
+@pytest.fixture
 def config(file, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     return DataConfig("text", str(tmp_path / "text.txt"), str(file), cache=str(tmp_path / "cache"))
@@ -67,17 +73,17 @@ def test_another_tokenizer_in_the_same_file_prepares_again(config, file, tmp_pat
     before = prepare(config)
     changed = json.loads(file.read_text())
     changed["model"]["vocab"] = changed["model"]["vocab"][:-5]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
-    config.tokenizer = str(tmp_path / "tokenizer.json")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(changed))
+    config.tokenizer = str(path)
     first = prepare(config)
-    (tmp_path / "tokenizer.json").write_text(file.read_text())
+    path.write_text(file.read_text())
     second = prepare(config)
     assert (first.folder, second.vocab_size) == (second.folder, before.vocab_size)
     np.testing.assert_array_equal(second.train.tokens, before.train.tokens)
 
 
-def test_text_appears_as_tokens_come_and_characters_of_several_stay_whole(file):
-    tokenizer = OwnTokenizer("own", file.read_text())
+def test_text_appears_as_tokens_come_and_characters_of_several_stay_whole(tokenizer):
     tokens = tokenizer.encode_ordinary("vu 木 🦜")
     stream = Text(tokenizer)
     pieces = [stream.add(token) for token in tokens]
@@ -93,9 +99,8 @@ def test_text_appears_as_tokens_come_and_characters_of_several_stay_whole(file):
     assert text.ended
 
 
-def test_a_continuation_keeps_the_blank_before_its_first_word(file):
+def test_a_continuation_keeps_the_blank_before_its_first_word(tokenizer):
     """As in the text of all tokens together; the first word alone would have none."""
-    tokenizer = OwnTokenizer("own", file.read_text())
     prompt, added = tokenizer.encode_ordinary("the end"), tokenizer.encode_ordinary("of a 木")
     text = Text(tokenizer, prompt=prompt)
     assert "".join(map(text.add, added)) + text.rest() == " of a 木"
@@ -103,9 +108,8 @@ def test_a_continuation_keeps_the_blank_before_its_first_word(file):
     assert "".join(map(text.add, added)) + text.rest() == " of a 木"
 
 
-def test_text_goes_on_after_bytes_that_are_no_characters(file):
+def test_text_goes_on_after_bytes_that_are_no_characters(tokenizer):
     """A model may generate any tokens, and the library's stream of text raises an error at such bytes."""
-    tokenizer = OwnTokenizer("own", file.read_text())
     for tokens in np.random.default_rng(0).integers(tokenizer.n_vocab, size=(20, 60)).tolist():
         stream, tokens = Text(tokenizer), [token for token in tokens if token != tokenizer.eot_token]
         text = "".join(map(stream.add, [*tokens, *tokenizer.encode_ordinary("the 木 of a text")]))
@@ -135,17 +139,16 @@ def test_a_file_that_is_no_tokenizer_is_refused_in_one_sentence(config, tmp_path
 
 
 @pytest.mark.parametrize("unknown", ["?", None])
-def test_characters_without_a_token_are_counted_and_bits_per_byte_divide_by_the_files_bytes(tmp_path, unknown):
+def test_characters_without_a_token_are_counted_and_bits_per_byte_divide_by_the_files_bytes(here, unknown):
     """Letters that the vocabulary lacks become the unknown token, or vanish."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "?": 2}, [], unk_token=unknown))
-    model.save(str(tmp_path / "tokenizer.json"))
+    model.save("tokenizer.json")
     text = "ab ba xyz ab é" * 20
-    (tmp_path / "text.txt").write_text(text)
-    path, model_file = str(tmp_path / "text.txt"), str(tmp_path / "tokenizer.json")
-    data = prepare(DataConfig("text", path, model_file, cache=str(tmp_path / "cache")))
+    Path("text.txt").write_text(text)
+    data = prepare(DataConfig("text", "text.txt", "tokenizer.json", cache="cache"))
     (note,) = data.notes
     assert f"loses {sum(text.count(c) for c in 'xyzé')} characters of the text" in note
-    assert sum(data.manifest["bytes"].values()) == (tmp_path / "text.txt").stat().st_size
+    assert sum(data.manifest["bytes"].values()) == Path("text.txt").stat().st_size
     trained: Any = SimpleNamespace(encode=encoder(data.tokenizer), end_of_text=data.tokenizer.eot_token)
     assert tokenised([{"text": text, "opens": True}], trained).size == len(text.encode())
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +17,13 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-from bench.machine import ROOT
 from data.errors import DataError
 from data.options import DataConfig
 from data.prepare import prepare
 from data.store import PreparedData
 from data.tokenizers import load_tokenizer
 from tests.lines import write_lines
+from tests.programs import started
 
 
 @pytest.fixture
@@ -203,12 +202,13 @@ def save_and_die(*arguments):
 module.save_position, module.SECONDS_BETWEEN_SAVES = save_and_die, 0.0
 module.prepare(DataConfig("text", {config.path!r}, "bpe", 280, cache={config.cache!r}))
 """
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=100).returncode == -signal.SIGKILL
-    [left] = contents(config.cache)
-    assert left.startswith(".")
-    assert not (Path(config.cache) / left / "manifest.json").exists()
-    assert json.loads((Path(config.cache) / left / "position.json").read_text())["rows"] == 5
-    learned = (Path(config.cache) / left / "tokenizer.json").stat().st_mtime_ns
+    assert started("-c", program).returncode == -signal.SIGKILL
+    [name] = contents(config.cache)
+    assert name.startswith(".")
+    left = Path(config.cache, name)
+    assert not (left / "manifest.json").exists()
+    assert json.loads((left / "position.json").read_text())["rows"] == 5
+    learned = (left / "tokenizer.json").stat().st_mtime_ns
     capsys.readouterr()
     again = prepare(config)
     assert files_of(again) == uninterrupted
@@ -296,9 +296,7 @@ def test_max_tokens_ends_a_stream(config, monkeypatch):
             yield {"text": "ten bytes."}
 
     monkeypatch.setattr("data.corpora._hub_rows", rows)
-    data = prepare(
-        DataConfig(name="fineweb_edu", hub="owner/name", cache=config.cache, max_tokens=1000, val_fraction=0.1)
-    )
+    data = prepare(DataConfig(name="fineweb_edu", hub="owner/name", cache=config.cache, max_tokens=1000))
     assert len(data.train.tokens) + len(data.val.tokens) == 1000
     assert len(data.val.tokens) == pytest.approx(100, abs=15)
     assert len(read) < 1000

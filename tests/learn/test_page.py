@@ -136,12 +136,14 @@ CUT_OFF = """seen.cut_off = [];
   }"""
 
 
-def assert_not_cut_off(steps: list[dict[str, Any]]) -> None:
+def assert_not_cut_off(steps: list[dict[str, Any]], display: str) -> None:
+    """In any step; `display` is the CSS property of the line that is shown apart from its program."""
     assert len(steps) > 40
     for step in steps:
         assert step["cut"] <= 0
         assert step["sideways"] <= 0
         assert step["line"] == step["now"]
+        assert step["shown"] == display
 
 
 def driven(page: Path, folder: Path, *scripts: str, flags: tuple[str, ...] = (), fragment: str = "") -> Any:
@@ -193,8 +195,7 @@ def test_a_browser_shows_the_step_that_was_asked_for_and_the_numbers_of_every_al
         shown_steps = range(0, len(recording.steps), stride)
         for n, step in zip(shown_steps, steps, strict=True):
             assert step == expected(recording, choice, n), (choice, n)
-    assert_not_cut_off(seen["cut_off"])
-    assert {step["shown"] for step in seen["cut_off"]} == {"none"}
+    assert_not_cut_off(seen["cut_off"], "none")
 
 
 def test_the_page_holds_every_setting_and_needs_no_network(page):
@@ -266,6 +267,5 @@ def test_buttons_keys_slider_and_controls_step_through_the_recording_on_a_narrow
     assert seen["memories"]
     paper, ink = seen["colours"]
     assert max(paper) < 64 < 192 < min(ink)  # in the dark
-    assert_not_cut_off(seen["cut_off"])
-    assert {step["shown"] for step in seen["cut_off"]} == {"block"}
+    assert_not_cut_off(seen["cut_off"], "block")
     assert max(step["ends"] for step in seen["cut_off"]) <= 844

@@ -42,9 +42,8 @@ def test_initialisation_is_gpt2s():
 
 
 def test_number_of_parameters_is_gpt2s():
-    config = GPTConfig(n_layers=12, n_heads=12, n_embd=768, bias=True)
     with torch.device("meta"):
-        model = built(config, vocab_size=50257, seq_len=1024)
+        model = built(GPTConfig(n_layers=12, n_heads=12, n_embd=768, bias=True), vocab_size=50257, seq_len=1024)
     assert num_parameters(model) == 124_439_808  # transformers' GPT2LMHeadModel("gpt2").num_parameters()
     padding = 28 * (2 * 24 + 16)  # of embedding, head and a value embedding of two heads
     everything = built(EVERYTHING)
@@ -102,7 +101,7 @@ def test_each_layer_has_a_separate_mask():
     assert torch.equal(torch.stack([key for key in spy.keys if key is not None]), torch.stack(keys))
 
 
-@pytest.mark.parametrize("recompute", list(Recompute))
+@pytest.mark.parametrize("recompute", Recompute)
 def test_each_site_of_the_residual_stream_has_a_separate_mask(recompute):
     """Site 0 is the embedding, 1 + 2 l the attention of block l and 2 + 2 l its MLP."""
     model = built(replace(SMALL, dropout=0.25), name="sdpa", computation=Computation(recompute))
@@ -195,7 +194,7 @@ def test_gelu_is_the_same_function_compiled_and_not():
 @pytest.mark.slow
 def test_a_compiled_step_stores_the_masks_of_the_residual_stream_as_bits():
     torch._dynamo.reset()
-    model = built(replace(SMALL, n_layers=2, dropout=0.1))
+    model = built(replace(SMALL, dropout=0.1))
     stored: dict[int, int] = {}
 
     def keep(tensor):

@@ -97,7 +97,7 @@ def test_auto_is_plain_on_the_cpu():
 
 
 def test_kernel_equals_its_plain_form():
-    script = """
+    run_interpreted("""
 import torch
 from model.loss import softmax_gradient_
 from model.softmax_kernel import launch_softmax_gradient
@@ -121,5 +121,4 @@ for vocab_size, V in ((50, 64), (8192, 8192), (16384, 16384), (16400, 16448), (5
     torch.testing.assert_close(logits, expected)
 outside = launch_softmax_gradient(torch.randn(1, 64), torch.tensor([63]), 50)
 assert outside.isnan().all(), "a target outside the vocabulary must not pass for a loss"
-"""
-    run_interpreted(script)
+""")

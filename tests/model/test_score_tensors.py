@@ -19,10 +19,13 @@ build = partial(built, GPTConfig(n_layers=1, n_heads=2, n_embd=16), name="tiled"
 TOKENS, _ = window()
 
 
+GATES = "s + c[h, i] - c[h, j]"
+GATED = ScoreConfig(formula=GATES, tensors={"c": "model.forget_gate"})
+
+
 def test_learned_tensors_and_gates_receive_gradients():
     bias = ScoreConfig(formula="s + bias[h, min(i - j, 7)]", learned={"bias": {"shape": ["h", 8], "init": 0.5}})
-    gates = ScoreConfig(formula="s + c[h, i] - c[h, j]", tensors={"c": "model.forget_gate"})
-    for score in (bias, gates):
+    for score in (bias, GATED):
         model = build(score=score)
         model(TOKENS, TOKENS).backward()
         added = {name: x for name, x in model.named_parameters() if "formula" in name}
@@ -31,12 +34,9 @@ def test_learned_tensors_and_gates_receive_gradients():
     assert list(added) == ["h.0.attn.formula.made.c.linear.weight", "h.0.attn.formula.made.c.linear.bias"]
 
 
-GATES = Score(formula="s + c[h, i] - c[h, j]")
-
-
-def gates() -> ScoreTensors:
+def gates(formula: str = GATES) -> ScoreTensors:
     torch.manual_seed(0)
-    return ScoreTensors(GATES, {}, {"c": score_tensors.FORGET_GATE}, channels=4, n_heads=2)
+    return ScoreTensors(Score(formula=formula), {}, {"c": score_tensors.FORGET_GATE}, channels=4, n_heads=2)
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def test_after_a_million_tokens_gates_are_right_to_a_hundred_thousandth(name):
 
 
 def test_a_model_computes_with_sums_in_parts_from_some_length_on(monkeypatch):
-    model = build(score=ScoreConfig(formula=str(GATES.formula), tensors={"c": score_tensors.FORGET_GATE}))
+    model = build(score=GATED)
     model(TOKENS, TOKENS).backward()
     before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     loss = model(TOKENS, TOKENS).item()
@@ -85,8 +85,7 @@ def test_a_model_computes_with_sums_in_parts_from_some_length_on(monkeypatch):
 
 @pytest.mark.parametrize("formula", ["s + 2 * (c[h, i] - c[h, j])", "s + c[h, i] - c[h, j] + sin(c[h, j])"])
 def test_other_formulas_of_a_sum_read_it_whole(formula):
-    module = ScoreTensors(Score(formula=formula), {}, {"c": score_tensors.FORGET_GATE}, channels=4, n_heads=2)
-    score, named = module(torch.randn(1, 1100, 4))
+    score, named = gates(formula)(torch.randn(1, 1100, 4))
     assert (score.formula, set(named)) == (formula, {"c"})
 
 

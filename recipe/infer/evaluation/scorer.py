@@ -32,8 +32,8 @@ class LanguageModel:
     def __init__(self, trained: Trained, seq_len: int | None = None) -> None:
         """seq_len  the longest input, which the model has to allow; None: the run's"""
         self.trained, self.model = trained, trained.model
-        self.max_length, self.end_of_text = seq_len or trained.config.seq_len, trained.tokenizer.eot_token
         tokenizer = trained.tokenizer
+        self.max_length, self.end_of_text = seq_len or trained.config.seq_len, tokenizer.eot_token
         self.begin = tokenizer.begin if isinstance(tokenizer, OwnTokenizer) else self.end_of_text
         self.encode = encoder(tokenizer)
 

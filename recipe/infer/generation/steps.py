@@ -7,7 +7,7 @@ shapes: on a GPU it is one replayed CUDA graph. Only `from_scratch` waits for th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -104,12 +104,7 @@ class Steps:
     """
 
     def __init__(
-        self,
-        model: GPT,
-        sampling: Sampling,
-        size: CacheSize,
-        noise_rows: int,
-        dtype: torch.dtype = torch.float32,
+        self, model: GPT, sampling: Sampling, size: CacheSize, noise_rows: int, dtype: torch.dtype = torch.float32
     ) -> None:
         """See Engine for the arguments; noise_rows: of Noise."""
         self.device, self.dtype, self.sampling = model.wte.weight.device, dtype, sampling
@@ -124,8 +119,7 @@ class Steps:
             self.noise = Noise(sampling.seed, model.vocab_size, noise_rows, size.slots, self.device)
         self.tokens, self.steps = (torch.zeros(size.slots, dtype=torch.int64, device=self.device) for _ in range(2))
         self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
-        has_graph = self.device.type == "cuda" and self.decoder is not None
-        self.graph = self.graphed(self.decode_step) if has_graph else None
+        self.graph = self.graphed() if self.device.type == "cuda" and self.decoder is not None else None
 
     def set_active(self, active: list[bool]) -> None:
         """Set the active slots and the page table on the device, for all later launches."""
@@ -147,20 +141,17 @@ class Steps:
         """Compute the keys, values and first tokens of new prompts. Other sequences do not change."""
         self.draw_noise(1)
         with self.on_device():
-            self.prefill_row(row.on(self.device))
-
-    def prefill_row(self, row: Row) -> None:
-        """The device's part of `prefill`."""
-        layout = Layout() if row.starts is None else documents(row.starts)
-        fresh = row.lengths > 0
-        self.cache.lengths.copy_(torch.where(fresh, row.lengths, self.cache.lengths))
-        self.steps.masked_fill_(fresh, 0)
-        attends = self.cache.prefill(self.model.attend, row.cu_seqlens, fresh)
-        with self.autocast():
-            hidden = self.model.extend(row.tokens, row.positions, attends, layout, self.tables)[0, row.last]
-            picked = self.choose(hidden)  # of (slots, C)
-        self.tokens.copy_(torch.where(fresh, picked, self.tokens))
-        self.steps.masked_fill_(fresh, 1)
+            row = row.on(self.device)
+            layout = Layout() if row.starts is None else documents(row.starts)
+            fresh = row.lengths > 0
+            self.cache.lengths.copy_(torch.where(fresh, row.lengths, self.cache.lengths))
+            self.steps.masked_fill_(fresh, 0)
+            attends = self.cache.prefill(self.model.attend, row.cu_seqlens, fresh)
+            with self.autocast():
+                hidden = self.model.extend(row.tokens, row.positions, attends, layout, self.tables)[0, row.last]
+                picked = self.choose(hidden)  # of (slots, C)
+            self.tokens.copy_(torch.where(fresh, picked, self.tokens))
+            self.steps.masked_fill_(fresh, 1)
 
     def decode(self, most: int) -> None:
         """Compute the next token of each sequence, the `most`-th generated one at the latest."""
@@ -207,20 +198,20 @@ class Steps:
             event.record()
         return host, event
 
-    def graphed(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """A step as one CUDA graph, which runs alone. Here it runs a few times, without sequences."""
+    def graphed(self) -> torch.cuda.CUDAGraph:
+        """`decode_step` as one CUDA graph, which runs alone. Here it runs a few times, without sequences."""
         with self.on_device():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_CALLS):
-                    step()
+                    self.decode_step()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # The graph gets a separate workspace for cuBLAS: other code may free the shared one.
             torch._C._cuda_clearCublasWorkspaces()
             with capturing(graph, stream):
-                step()
+                self.decode_step()
             torch._C._cuda_clearCublasWorkspaces()
         return graph
 
@@ -230,8 +221,9 @@ class Steps:
 
     def autocast(self) -> torch.autocast:
         """Autocast in the engine's precision, without a cache of casts: the products' weights have this precision."""
-        narrow = self.dtype is not torch.float32
-        return torch.autocast(self.device.type, self.dtype, enabled=narrow, cache_enabled=False)
+        return torch.autocast(
+            self.device.type, self.dtype, enabled=self.dtype is not torch.float32, cache_enabled=False
+        )
 
 
 def decoding_attention(model: GPT, device: torch.device) -> Attention | None:

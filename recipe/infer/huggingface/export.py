@@ -79,7 +79,8 @@ def differences(model: GPT, family: Family) -> dict[str, Any]:
         settings = read_settings(content, "export")
     except ModelError:  # the family's config.json does not describe a valid model
         return ours
-    theirs = essence(settings.model, layer_scores(settings.score, model.config.n_layers), content["vocab_size"])
+    their_scores = layer_scores(settings.score, model.config.n_layers)
+    theirs = essence(settings.model, their_scores, content["vocab_size"])
     if family.zeros is not None and not model.config.bias:
         theirs["bias"] = False
     differing = {name: value for name, value in ours.items() if name not in theirs or theirs[name] != value}
@@ -87,7 +88,7 @@ def differences(model: GPT, family: Family) -> dict[str, Any]:
     if differing.pop("qk_eps", None) and "qk_norm" not in differing:
         differing["norm_eps"] = None  # its default differs between queries and keys, and the stream
     named = {f"model.{name}": shown(model.config, name, value) for name, value in differing.items()}
-    return named | (of_scores(model, layer_scores(settings.score, model.config.n_layers)) if scores else {})
+    return named | (of_scores(model, their_scores) if scores else {})
 
 
 def shown(config: GPTConfig, name: str, value: Any) -> Any:
@@ -162,10 +163,7 @@ def export(
         "config.json": described.config | {name: ids[name] for name in ("bos_token_id", "eos_token_id")},
         # Without it, transformers' pipeline asks for 256 tokens, and learned positions may end before. With max_length
         # instead, every call that gives max_new_tokens would warn.
-        "generation_config.json": {
-            **ids,
-            "max_new_tokens": max(1, min(256, model.seq_len // 2)),
-        },
+        "generation_config.json": {**ids, "max_new_tokens": max(1, min(256, model.seq_len // 2))},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **special,

@@ -30,8 +30,8 @@ class Start(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """The options that differ from a run's, by name: model.*, score.* and data.tokenizer."""
-        options = dict(differing("model", self.settings.model, GPTConfig()))
-        options |= dict(differing("score", self.settings.score, ScoreConfig()))
+        options = differing("model", self.settings.model, GPTConfig())
+        options |= differing("score", self.settings.score, ScoreConfig())
         return options | ({} if self.tokenizer is None else {"data.tokenizer": self.tokenizer})
 
     def config(self) -> Config:
@@ -79,13 +79,13 @@ def start_from(source: str) -> Start:
     return Start(folder, settings, "gpt2" if tokenizer is None and settings.family.kind == "gpt2" else tokenizer)
 
 
-def differing(prefix: str, value: Any, default: Any) -> list[tuple[str, Any]]:
+def differing(prefix: str, value: Any, default: Any) -> dict[str, Any]:
     """The options of a dataclass that are not its defaults, and the sizes, which presets set."""
-    options = []
+    options: dict[str, Any] = {}
     for field in fields(value):
         chosen, usual = getattr(value, field.name), getattr(default, field.name)
         if is_dataclass(chosen):
-            options += differing(f"{prefix}.{field.name}", chosen, usual)
+            options |= differing(f"{prefix}.{field.name}", chosen, usual)
         elif chosen != usual or field.name in ("n_layers", "n_heads", "n_embd"):
-            options.append((f"{prefix}.{field.name}", chosen.value if isinstance(chosen, Enum) else chosen))
+            options[f"{prefix}.{field.name}"] = chosen.value if isinstance(chosen, Enum) else chosen
     return options

@@ -4,6 +4,7 @@ import gc
 import math
 import weakref
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from model.options import GPTConfig, Positions
 from model.score import ScoreConfig
 from recipe.infer.generation import Engine, GenerationError, Request, Sampling, engine, generate
 from recipe.infer.generation.sampling import Noise
+from tests.equal import assert_equal
 from tests.own_attention import ScalableSoftmax
 from tests.parts import EVERYTHING, GEMMA, LLAMA, built, prompts
 from tests.recipe.infer.from_scratch import expected, logits_of
@@ -214,10 +216,10 @@ def test_top_p_draws_from_the_fewest_tokens_that_have_this_probability_and_top_k
 
 def test_the_model_is_left_as_it_was():
     model = build().train()
-    before = {name: x.clone() for name, x in model.state_dict().items()}
+    before = deepcopy(model.state_dict())
     assert len(list(generate(model, [1], 3, Sampling(), dtype=torch.bfloat16))) == 3
     assert model.training
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert_equal(model.state_dict(), before)
 
 
 def test_weights_are_in_the_precision_of_products_and_tokens_are_those_of_autocast():

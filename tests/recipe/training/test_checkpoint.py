@@ -24,6 +24,7 @@ from recipe.training.checkpoint import (
     save_checkpoint,
     verify,
 )
+from tests.equal import assert_equal
 from tests.limits import files_limited_to
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -44,10 +45,9 @@ def save(folder: Path, step: int, val_loss: float | None = None, keep_last: int 
     return save_checkpoint(folder, state(step), step, keep_last=keep_last, metadata={"val_loss": val_loss})
 
 
-def is_state(loaded: dict[str, dict[str, Tensor]], step: int) -> bool:
-    return all(
-        torch.equal(loaded[part][name], tensor) for part, saved in state(step).items() for name, tensor in saved.items()
-    )
+def assert_state(path: Path, step: int) -> None:
+    """The checkpoint holds the state of this step."""
+    assert_equal(load_checkpoint(path), state(step))
 
 
 def names(folder: Path) -> set[str]:
@@ -66,14 +66,7 @@ def test_the_loaded_state_is_the_saved_one(tmp_path):
         "training": {"moments.half.step": torch.tensor(7.0), "growth_tracker": torch.tensor(2**40)},
     }
     path = save_checkpoint(tmp_path, saved, 7, keep_last=1, metadata={"config": {"seed": 1}})
-    loaded = load_checkpoint(path)
-
-    assert loaded.keys() == saved.keys()
-    for part, tensors in saved.items():
-        assert loaded[part].keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert loaded[part][name].dtype == tensor.dtype
-            assert torch.equal(loaded[part][name], tensor), name
+    assert_equal(load_checkpoint(path), saved)
     assert read_manifest(path).step == 7
     assert read_manifest(path).metadata == {"config": {"seed": 1}}
 
@@ -87,9 +80,7 @@ def test_one_part_is_loaded_without_reading_the_other(tmp_path):
     path = save(tmp_path, 5)
     (path / FILES[1]).write_bytes(b"damaged")
     assert newest_valid(tmp_path, ["model"]) == (path, [])
-    loaded = load_checkpoint(path, parts=["model"])
-    assert loaded.keys() == {"model"}
-    assert torch.equal(loaded["model"]["embedding"], state(5)["model"]["embedding"])
+    assert_equal(load_checkpoint(path, parts=["model"]), {"model": state(5)["model"]})
     some = load_checkpoint(save(tmp_path, 6), parts=["training"], prefix="moments.")
     assert some["training"].keys() == {"moments.embedding.exp_avg"}
     with pytest.raises(CheckpointError, match="training"):
@@ -155,7 +146,7 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path, st
         newest, rejected = newest_valid(folder)
         assert not rejected
         assert read_manifest(newest).step in (200, step)
-        assert is_state(load_checkpoint(newest), read_manifest(newest).step)
+        assert_state(newest, read_manifest(newest).step)
         best, unreadable = best_checkpoint(folder)
         assert best is not None
         assert not unreadable
@@ -204,7 +195,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path, name, da
 
     path, rejected = newest_valid(tmp_path)
     assert path.name == "step-00000100"
-    assert is_state(load_checkpoint(path), 100)
+    assert_state(path, 100)
     assert len(rejected) == 1
     assert "step-00000200" in rejected[0]
     assert name in rejected[0]
@@ -244,7 +235,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path):
 
 def assert_nothing_changed(folder: Path) -> None:
     assert names(folder) == {"step-00000100", "step-00000200", "best"}
-    assert is_state(load_checkpoint(newest_valid(folder)[0]), 200)
+    assert_state(newest_valid(folder)[0], 200)
 
 
 @pytest.mark.parametrize("limit", [0, 50, 1000])
@@ -259,7 +250,7 @@ def test_a_file_that_cannot_be_written_is_one_clear_error_and_leaves_what_was_th
         save(folder, 300, val_loss=0.5, keep_last=1)
     assert_nothing_changed(folder)
     save(folder, 300)
-    assert is_state(load_checkpoint(newest_valid(folder)[0]), 300)
+    assert_state(newest_valid(folder)[0], 300)
 
 
 def test_a_full_disk_says_to_free_some_space_and_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch):
@@ -284,7 +275,7 @@ def test_a_full_disk_says_to_free_some_space_and_an_interrupt_leaves_nothing_hal
 
 def test_a_kill_and_then_a_failing_save_leave_the_checkpoint_that_was_being_replaced(tmp_path):
     save(tmp_path, 100).rename(tmp_path / ".replaced-step-00000100")  # the state after a kill between the two renames
-    assert is_state(load_checkpoint(newest_valid(tmp_path)[0]), 100)
+    assert_state(newest_valid(tmp_path)[0], 100)
     with files_limited_to(50), pytest.raises(CheckpointError, match="File too large"):
         save(tmp_path, 100)
     assert newest_valid(tmp_path) == (tmp_path / "step-00000100", [])
@@ -304,7 +295,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         save(tmp_path, step, val_loss, keep_last=2)
         assert names(tmp_path) == {"best", *(f"step-{kept:08d}" for kept in steps)}
         assert (tmp_path / "best").resolve().name == f"step-{best:08d}"
-    assert is_state(load_checkpoint(tmp_path / "best"), 6)
+    assert_state(tmp_path / "best", 6)
     assert best_checkpoint(tmp_path) == (tmp_path / "step-00000006", {})
 
 

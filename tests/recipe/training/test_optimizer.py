@@ -30,6 +30,7 @@ from recipe.training.optimizer import (
     update_parameters,
 )
 from recipe.training.state import gather_state, restore_state
+from tests.equal import assert_equal
 from tests.parts import built
 from tests.recipe.training import test_loop
 
@@ -110,8 +111,7 @@ def test_updates_are_torchs_clipping_and_unfused_adamw(clip):
             group["lr"] = lr
         plain.step()
         torch.testing.assert_close(norm, expected_norm)
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close([*model.parameters()], [*reference.parameters()])
 
 
 def small_gpt() -> GPT:
@@ -204,7 +204,7 @@ def test_an_optimizer_divides_its_gradients_and_reads_its_learning_rate(name):
             set_learning_rate(optimizer, lr)
             update_parameters(optimizer, torch.tensor(scale), NEVER)
     plain, scaled, faster = ([p.detach() for p in model.parameters()] for model in models)
-    assert all(torch.equal(a, b) for a, b in zip(plain, scaled, strict=True))
+    assert_equal(scaled, plain)
     assert not any(torch.equal(a, b) for a, b in zip(plain, faster, strict=True))
 
 
@@ -266,5 +266,5 @@ def test_a_skipped_update_changes_no_bit_and_a_restored_optimizer_goes_on_with_t
     path = save_checkpoint(tmp_path, gather_state(models[1], optimizers[1], {}), 2, keep_last=1, metadata={})
     restore_state(path, models[2], optimizers[2], {})
     train(2, 2, 4, disturbed=True)
-    for uninterrupted, resumed in zip(models[0].parameters(), models[2].parameters(), strict=True):
-        assert torch.equal(uninterrupted, resumed)
+    uninterrupted, _, resumed = ([*model.parameters()] for model in models)
+    assert_equal(resumed, uninterrupted)

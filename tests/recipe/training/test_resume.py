@@ -22,6 +22,7 @@ from recipe.run.recorded import read_config
 from recipe.run.resume import check_resumable
 from recipe.training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
 from tests import programs
+from tests.equal import assert_equal
 from tests.programs import ROOT, contents, losses, rewrite, summary
 
 STEPS = 60
@@ -58,9 +59,7 @@ def newest_step(run: Path) -> int:
 def assert_same_run(run: Path, reference: Path) -> None:
     assert losses(run) == losses(reference)
     assert len(losses(run)) == STEPS + 1
-    ours, theirs = final_state(run), final_state(reference)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_equal(final_state(run), final_state(reference))
     assert summary(run)["status"] == "completed"
     assert summary(run)["best_val_loss"] == summary(reference)["best_val_loss"]
 
