@@ -99,6 +99,7 @@ class Attention(ABC):
     returns_lse: bool = True  # whether a call may have return_lse=True
     scales_queries: ClassVar[bool] = False  # whether a formula's factors of s come as Call.factors, and not within q
     operators: ClassVar[frozenset[str]] = frozenset()  # torch's names of those whose results recomputation may keep
+    known: Any = None  # calls that were checked, where an implementation remembers them: see `Known` in flash/launch.py
     exact: ClassVar[bool] = False  # whether it computes the contract's function, so that another may replace it
 
     def __init__(self, config: AttentionConfig) -> None:

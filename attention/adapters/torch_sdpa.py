@@ -108,7 +108,7 @@ def score_of(is_causal: bool, left: int | None, right: int | None) -> Score:
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D) and k, v (B, H_kv, S, D) to out, with q's memory layout, and lse (B, H, T)."""
     aligned, k, v = prepared(q, k, v)
-    out, lse, _ = replayed(compute_forward, (aligned, k, v, *inputs.present()), spec, 0, 0)
+    out, lse, _ = replayed(compute_forward, (aligned, k, v, *inputs.present()), (spec, 0, 0))
     return out if out.shape == q.shape else torch.empty_like(q).copy_(out[..., : q.shape[-1]]), lse
 
 
@@ -119,7 +119,7 @@ def attend_backward(do: Tensor, saved: Sequence[Tensor], inputs: Inputs, spec: S
     lse2 = rows_like(q)
     # The backward pass takes the base 2, and infinity where a row sees nothing.
     lse2[..., : lse.shape[-1]] = torch.where(lse == -torch.inf, torch.inf, lse / math.log(2))
-    gradients = replayed(compute_backward, (do, q, k, v, out, lse2, *inputs.present()), spec, 0, 0)
+    gradients = replayed(compute_backward, (do, q, k, v, out, lse2, *inputs.present()), (spec, 0, 0))
     dq, dk, dv = (x[..., : saved[0].shape[-1]] for x in split_qkv_grad(gradients, q, k))
     return dq, dk, dv
 

@@ -31,12 +31,11 @@ from ..scores.soft_cap import soft_cap_tanh
 from ..spec import Inputs, Spec
 from .call import KernelCall, Mode
 from .formula import Place, kernel_inputs, with_row_terms
-from .launch import launch, replayed
+from .launch import UNIT, launch, replayed
 from .score import LOG2_E, Positions, change_scores, key_interval, log2_factor, seen_keys
 from .tiles import dot, kernel_mode, strided
 
 STEP = tl.constexpr(64)  # keys: splits begin at multiples of it
-UNIT = tl.constexpr(128)  # keys: there are no more splits than these fill
 CHAIN = tl.constexpr(16)  # columns whose fp32 products are added one after the other
 JOINED_COLUMNS = tl.constexpr(32)  # of a program of the join
 
@@ -311,8 +310,7 @@ def run_decode(q: Tensor, cache: Sequence[Tensor], inputs: Sequence[Tensor], spe
     cache   k, v, lengths and pages, as `present` gives them
     inputs  slopes and sinks, (H,) fp32, where the score has them, and a formula's values
     """
-    unit = 0 if inputs or len(cache) > 3 else UNIT.value
-    return replayed(compute_decode, (q, *cache, *inputs), spec, len(cache), unit=unit)
+    return replayed(compute_decode, (q, *cache, *inputs), (spec, len(cache)), grows=len(cache) == 3 and not inputs)
 
 
 def present(cache: Sequence[Tensor | None]) -> list[Tensor]:

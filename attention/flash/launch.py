@@ -2,7 +2,7 @@
 
 A short call takes the host longer than the GPU: it chooses kernels, lays out their arguments, and Triton looks at each
 of them. All of that but the addresses follows from what the call is like: its arguments that are not tensors, and the
-shapes, strides, dtypes and alignment of its tensors. So the second of such calls is recorded: what it allocates, and
+shapes, strides and dtypes of its tensors. So the second of such calls is recorded: what it allocates, and
 what it launches. Later ones run a function that was written for them: it allocates, and hands the addresses to the
 compiled kernels. Tensors are compared by torch's TensorGuards, in C++, as for a compiled function: in a model each line
 of Python takes the host five times as long as in a loop.
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -27,15 +28,18 @@ from ..gpu import ALIGNMENT
 from .tiles import Strided
 
 try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # private to torch: without it no call is known
+    from torch._C._dynamo.guards import TensorGuards, _empty_strided_cuda  # type: ignore[attr-defined]
+except ImportError:  # private to torch: without them no call is known
     TensorGuards = None  # type: ignore[assignment,misc]
 
 aten = torch.ops.aten
 ZEROS = (aten.zeros.default, aten.new_zeros.default)
 ALLOCATIONS = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, *ZEROS)
+UNIT = triton.language.constexpr(128)  # keys: decode has no more splits than these fill
+RUNTIME = triton.knobs.runtime
+get_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # which takes longer
 GRAIN = 512  # bytes, as torch's allocator aligns tensors
-Replay = Callable[[Sequence[Tensor]], Any]
+Replay = Callable[[Sequence[Tensor]], Any]  # None for tensors that it cannot take
 
 MOST_KNOWN, MOST_ALIKE = 1024, 8  # kinds of calls, and calls of a kind, so that nothing grows for ever
 
@@ -85,8 +89,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 class Known:
     """What is known of calls, by their arguments that are not tensors and by what their tensors are like.
 
-    A call is like another if its tensors have the same shapes, strides, dtypes, devices and alignment, and if they need
-    gradients and are watched by torch's modes in the same way. A copy knows nothing.
+    A call is like another if its tensors have the same shapes, strides, dtypes and devices, and if they need gradients
+    and are watched by torch's modes, autocast among them, in the same way. A copy knows nothing.
     """
 
     def __init__(self) -> None:
@@ -95,32 +99,36 @@ class Known:
     def __reduce__(self) -> tuple[Any, ...]:
         return Known, ()
 
-    def get(self, arguments: Hashable, tensors: Sequence[Tensor], unit: int = 0) -> Any:
+    def get(self, arguments: Hashable, tensors: Sequence[Tensor], grows: bool = False) -> Any:
         """The value of a call that is like this one; None where there was none.
 
-        unit  not 0 where tensors[1] and [2] grow from call to call, (B, H, T, D): launches have them as `strided` gives
-              them, and depend on T besides by the number of units alone
+        grows  whether tensors[1] and [2] grow from call to call, (B, H, T, D): launches have them as `strided` gives
+               them, and depend on T besides by the number of units alone
         """
-        for is_like, value in self.found.get(likeness(arguments, tensors, unit), ()):
-            if is_like(*tensors):
+        for is_like, value in self.found.get(likeness(arguments, tensors, grows), ()):
+            if is_like(*tensors) and forward_ad._current_level < 0:  # guards do not see tangents
                 return value
         others = distinct(tensors)
-        return None if others is tensors else self.get(arguments, others, unit)
+        return None if others is tensors else self.get(arguments, others, grows)
 
-    def put(self, value: Any, arguments: Hashable, tensors: Sequence[Tensor], unit: int = 0) -> None:
+    def put(self, value: Any, arguments: Hashable, tensors: Sequence[Tensor], grows: bool = False) -> None:
         """Note the value for calls that are like this one."""
         if TensorGuards is None:
             return
         if len(self.found) >= MOST_KNOWN:
             self.found.clear()
-        alike = self.found.setdefault(likeness(arguments, tensors, unit), [])
+        alike = self.found.setdefault(likeness(arguments, tensors, grows), [])
+        alike.insert(0, (self.guard(tensors, grows), value))
+        del alike[MOST_ALIKE:]
+
+    @staticmethod
+    def guard(tensors: Sequence[Tensor], grows: bool = False) -> Callable[..., bool]:
+        """A function of other tensors that tells whether they are like these."""
         tensors = distinct(tensors)
         sizes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
-        for i in (1, 2) if unit else ():
+        for i in (1, 2) if grows else ():
             sizes[i][2], strides[i][:3] = None, [None] * 3  # type: ignore[list-item]
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
-        alike.insert(0, (guards.check, value))
-        del alike[MOST_ALIKE:]
+        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[arg-type]
 
 
 def distinct(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -128,56 +136,54 @@ def distinct(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors if len({*map(id, tensors)}) == len(tensors) else [x.view_as(x) for x in tensors]
 
 
-def likeness(arguments: Hashable, tensors: Sequence[Tensor], unit: int) -> Hashable:
+def likeness(arguments: Hashable, tensors: Sequence[Tensor], grows: bool) -> Hashable:
     """The same for calls that are alike, see `Known`; few others have it too."""
-    places = len(tensors)
-    for x in tensors:
-        places = places * ALIGNMENT + x.data_ptr() % ALIGNMENT
-    grown = unit and growth(unit, tensors[1].shape, tensors[1].stride(), tensors[2].shape, tensors[2].stride())
-    return arguments, tensors[0].shape, places, grown
+    grown = grows and growth(tensors[1].shape, tensors[1].stride(), tensors[2].shape, tensors[2].stride())
+    return arguments, torch.is_grad_enabled(), len(tensors), tensors[0].shape, grown
 
 
 @lru_cache(maxsize=1024)
-def growth(unit: int, *layouts: tuple[int, ...]) -> Hashable:
+def growth(*layouts: tuple[int, ...]) -> Hashable:
     """What launches depend on of two tensors that grow, given their shapes and strides: besides T's units, all that
     Triton compiles a kernel for."""
     k, k_strides, v, v_strides = layouts
     lengths = *k[2:3], *v[2:3]
     kinds = ((x == 1, x % 16 == 0, x >= 2**31) for x in (*lengths, *k_strides, *v_strides))
-    return *(T // -unit for T in lengths), *kinds
+    return *(T // -UNIT.value for T in lengths), *kinds
 
 
 def replayed(
     function: Callable[..., Any],
     tensors: Sequence[Tensor],
-    *rest: Hashable,
+    rest: tuple[Any, ...],
     replays: Any = None,
     also: Hashable = None,
-    unit: int = 0,
+    grows: bool = False,
 ) -> Any:
     """function(tensors, *rest), whose results are tensors that it allocates.
 
     replays  those of calls alike, where they are known: all but `also` follows from it
-    unit     see `Known.get`
+    grows    see `Known.get`
     """
-    first = tensors[0]
-    if not first.is_cuda or has_hooks() or first.get_device() != torch.cuda.current_device():
+    if not tensors[0].is_cuda:
         return function(tensors, *rest)
-    if replays is None and (replays := CALLS.get(rest, tensors, unit)) is None:
-        CALLS.put(replays := {}, rest, tensors, unit)
+    if replays is None and (replays := CALLS.get(rest, tensors, grows)) is None:
+        CALLS.put(replays := {}, rest, tensors, grows)
     key = function, also
     replay = replays.get(key)
-    if replay:
-        return replay(tensors)
-    if replay is None:  # a call that comes once is not worth a recording
-        replays[key] = False
+    if replay and (results := replay(tensors)):
+        return results
+    # A call that comes once is not worth a recording, and tensors at odd addresses, or on another GPU, are rare.
+    others = (has_hooks(), tensors[0].get_device() != get_device(), *(x.data_ptr() % ALIGNMENT for x in tensors))
+    if replay is not False or any(others):
+        replays.setdefault(key, False)
         return function(tensors, *rest)
     with Recording() as recording:
         results = function(tensors, *rest)
     try:
         replays[key] = Writer(recording, tensors, results).replay()
     except (UnrecordedError, ImportError, AttributeError, KeyError, StopIteration):  # Triton has other names
-        replays[key] = lambda tensors: function(tensors, *rest)
+        replays[key] = lambda _: None
     return results
 
 
@@ -188,7 +194,7 @@ def same(x: Tensor, room: Tensor) -> bool:
 
 def has_hooks() -> Any:
     """Whether a profiler is to hear of each launch."""
-    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    enter, leave = RUNTIME.launch_enter_hook, RUNTIME.launch_exit_hook
     return getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
 
 
@@ -206,7 +212,8 @@ class Writer:
     def __init__(self, recording: Recording, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         self.recording, self.tensors, self.results = recording, tensors, results
         self.driver = triton.runtime.driver.active
-        self.names: dict[str, Any] = {"empty": torch.empty_strided, "cache": lru_cache(128)}
+        self.names: dict[str, Any] = {"empty": _empty_strided_cuda, "cache": lru_cache(128)}
+        self.names |= {"get_device": get_device, "has_hooks": has_hooks}
         self.lines: list[str] = []
         self.descriptors: list[str] = []
         self.described: dict[str, None] = {}
@@ -216,33 +223,35 @@ class Writer:
         if self.recording.does_more:
             raise UnrecordedError
         self.lines += [f"p{i} = tensors[{i}].data_ptr()" for i in range(len(self.tensors))]
+        addresses, device = " | ".join(f"p{i}" for i in range(len(self.tensors))), self.tensors[0].get_device()
+        self.lines.append(f"if ({addresses}) % {ALIGNMENT} or get_device() != {device} or has_hooks(): return")
         self.allocate()
-        self.lines.append(f"stream = {self.value(self.driver.get_current_stream)}({self.tensors[0].get_device()})")
+        self.lines.append(f"stream = {self.value(self.driver.get_current_stream)}({device})")
         launches = [self.launch(call) for call in self.recording.launches]
-        addresses = ", ".join(self.described)
+        described = ", ".join(self.described)
         # To encode them takes longer than a launch, and layers have the same addresses each step. They need a context,
         # which a thread of autograd's lacks before its first launch: a question to the driver brings it.
         context = self.value(torch.cuda.is_current_stream_capturing)
-        describe = f"@cache\ndef describe({addresses}):\n {context}()\n return {', '.join(self.descriptors)},\n"
+        describe = f"@cache\ndef describe({described}):\n {context}()\n return {', '.join(self.descriptors)},\n"
         if self.descriptors:
-            self.lines.append(f"d = describe({addresses})")
+            self.lines.append(f"d = describe({described})")
         self.lines += [*launches, f"return {', '.join(map(self.result, self.results))},"]
-        exec(describe * bool(addresses) + "def replay(tensors):\n " + "\n ".join(self.lines), self.names)
+        exec(describe * bool(described) + "def replay(tensors):\n " + "\n ".join(self.lines), self.names)
         return self.names["replay"]
 
     def allocate(self) -> None:
         """The results and zeros are tensors; all others are parts of one."""
-        device, size, parts = self.value(self.tensors[0].device), 0, []
+        size, parts = 0, []
         for i, (room, is_zero) in enumerate(self.recording.rooms):
             if is_zero or any(same(room, x) for x in self.results):
-                layout = f"{tuple(room.shape)}, {room.stride()}, dtype={self.value(room.dtype)}, device={device}"
+                layout = f"{tuple(room.shape)}, {room.stride()}, {self.value(room.dtype)}"
                 self.lines.append(f"t{i} = empty({layout}){'.zero_()' * is_zero}")
                 self.lines.append(f"r{i} = t{i}.data_ptr()")
             else:
                 parts.append(f"r{i} = start + {size}")
                 size += -(-room.nbytes // GRAIN) * GRAIN
         if size:
-            self.lines.append(f"rest = empty(({size},), (1,), dtype={self.value(torch.uint8)}, device={device})")
+            self.lines.append(f"rest = empty(({size},), (1,), {self.value(torch.uint8)})")
             self.lines += ["start = rest.data_ptr()", *parts]
 
     def launch(self, call: Launch) -> str:

@@ -7,7 +7,7 @@ break; the dropout key is a tensor among their arguments, so new steps and repla
 import operator
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ if HAS_TRITON:
     import triton
 
     from .backward import Gradients, room_for_ds, slopes_gradient
-    from .decode import UNIT, compute_decode, flash_decode, present, run_decode
+    from .decode import compute_decode, flash_decode, present, run_decode
     from .formula import numbers_of_keys, readable, sums_of, with_row_terms
     from .formula_gradients import learned_gradients
     from .forward import scale_gradient, scaled_queries
@@ -96,7 +96,7 @@ def check_backward(head_dim: int, dtype: torch.dtype, device: torch.device) -> N
 
 def run_horizons(q: Tensor, k: Tensor, slopes: Tensor, spec: str) -> Tensor:
     """The horizons of a call, as `Inputs` has them."""
-    return replayed(compute_horizons, (q, k, slopes), spec)[0]
+    return replayed(compute_horizons, (q, k, slopes), (spec,))[0]
 
 
 def compute_horizons(tensors: Sequence[Tensor], spec: str) -> tuple[Tensor]:
@@ -155,7 +155,7 @@ def run_forward(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int, k_start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and lse2 as `forward` gives them; inputs, positions and, as text, the Spec are those of a KernelCall."""
-    return replayed(compute_forward, (q, k, v, *inputs), Spec.read(spec), q_start, k_start)
+    return replayed(compute_forward, (q, k, v, *inputs), (Spec.read(spec), q_start, k_start))
 
 
 def compute_forward(
@@ -191,7 +191,7 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k
     do     the gradient of out
     saved  q, k, v, out, lse2 and `Inputs.present`
     """
-    return [*replayed(compute_backward, (do, *saved), Spec.read(spec), q_start, k_start)]
+    return [*replayed(compute_backward, (do, *saved), (Spec.read(spec), q_start, k_start))]
 
 
 def compute_backward(tensors: Sequence[Tensor], spec: Spec, *positions: int) -> list[Tensor]:
@@ -260,30 +260,6 @@ def split_qkv_grad(gradients: list[Tensor], q: Tensor, k: Tensor) -> tuple[Tenso
     return dq, dk, dv
 
 
-def backward(ctx: Any, do: Tensor | None) -> tuple[Any, ...]:
-    """`Flash.backward`; do is out's gradient."""
-    saved = ctx.saved_tensors  # once: activation checkpointing gives them once
-    q, k, _, _, _, *inputs = saved
-    of_inputs = [None] * len(inputs)
-    if do is None:
-        return *[None] * 4, *of_inputs
-    spec, *positions, replays = ctx.call
-    if isinstance(spec, str):
-        gradients = flash_backward(do, saved, spec, *positions)
-        spec = Spec.read(spec)
-    else:
-        also = do.stride(), do.data_ptr() % ALIGNMENT
-        gradients = replayed(compute_backward, (do, *saved), spec, *positions, replays=replays, also=also)
-    places = places_of_gradients(spec) if inputs else ()
-    n_qkv = len(gradients) - len(places)
-    for place, gradient in zip(places, gradients[n_qkv:], strict=True):
-        of_inputs[place] = gradient
-    return None, *split_qkv_grad(gradients[:n_qkv], q, k), *of_inputs
-
-
-backward_once = once_differentiable(backward)  # refuses second derivatives
-
-
 class Flash(torch.autograd.Function):
     """The forward and the backward pass: by operators where spec is a text, else by the kernels at once.
 
@@ -294,11 +270,10 @@ class Flash(torch.autograd.Function):
     def forward(
         ctx: Any, call: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        spec, *positions, replays = call
-        if isinstance(spec, str):
-            out, lse, lse2 = flash_forward(q, k, v, inputs, spec, *positions)
+        if isinstance(call[0], str):
+            out, lse, lse2 = flash_forward(q, k, v, inputs, *call)
         else:
-            out, lse, lse2 = replayed(compute_forward, (q, k, v, *inputs), spec, *positions, replays=replays)
+            out, lse, lse2 = replayed(compute_forward, (q, k, v, *inputs), call)
         ctx.save_for_backward(q, k, v, out, lse2, *inputs)
         ctx.call = call
         ctx.mark_non_differentiable(lse, lse2)
@@ -307,7 +282,23 @@ class Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Any, ...]:
-        return (backward_once if torch.is_grad_enabled() else backward)(ctx, do)
+        if torch.is_grad_enabled():  # refuses second derivatives
+            return once_differentiable(Flash.backward)(ctx, do)
+        saved = ctx.saved_tensors  # once: activation checkpointing gives them once
+        q, k, _, _, _, *inputs = saved
+        of_inputs = [None] * len(inputs)
+        if do is None:
+            return *[None] * 4, *of_inputs
+        if isinstance(spec := ctx.call[0], str):
+            gradients = flash_backward(do, saved, *ctx.call)
+            spec = Spec.read(spec)
+        else:
+            gradients = replayed(compute_backward, (do, *saved), ctx.call)
+        places = places_of_gradients(spec) if inputs else ()
+        n_qkv = len(gradients) - len(places)
+        for place, gradient in zip(places, gradients[n_qkv:], strict=True):
+            of_inputs[place] = gradient
+        return None, *split_qkv_grad(gradients[:n_qkv], q, k), *of_inputs
 
 
 def flash_from_text(
@@ -317,7 +308,7 @@ def flash_from_text(
 
     torch 2.11 keeps what a bare autograd function saves.
     """
-    return Flash.apply((spec, q_start, k_start, None), q, k, v, *inputs)
+    return Flash.apply((spec, q_start, k_start), q, k, v, *inputs)
 
 
 flash = custom_operator("flash", flash_from_text, None)
@@ -329,15 +320,65 @@ def is_selectively_recomputed() -> bool:
     return any(type(mode).__module__ == checkpoint.__name__ for mode in modes)
 
 
-def asked_alone(given: dict[str, Any]) -> tuple[Score, float | None, bool] | None:
-    """The score and the scale of a call that is given nothing else, and that no compiler or mode of torch watches; and
-    whether gradients are enabled."""
+def asked_alone(given: dict[str, Any]) -> tuple[Score, float | None] | None:
+    """The score and the scale of a call that is given nothing else, and that no compiler or mode of torch watches."""
     if torch.compiler.is_compiling() or _len_torch_dispatch_stack() or not HAS_TRITON:
         return None
     for name, x in given.items():
         if x is not None and x is not ONE_DOCUMENT and name not in {"score", "scale", "return_lse"}:
             return None
-    return given.get("score", CAUSAL), given.get("scale"), torch.is_grad_enabled()
+    return given.get("score", CAUSAL), given.get("scale")
+
+
+class Plain(torch.autograd.Function):
+    """`Flash` for calls Alike, of q, k and v alone. It gives out alone.
+
+    By rows that is (B, T, H, D), for callers who would transpose it: a node of autograd's for that takes longer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, alike: Any, by_rows: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Hooks for saved tensors may give others back.
+        replays = None if _top_saved_tensors_default_hooks(False) else alike.replays
+        out, _, lse2 = replayed(compute_forward, (q, k, v), alike.rest, replays)
+        ctx.save_for_backward(q, k, v, out, lse2)
+        ctx.call = alike.rest, by_rows, replays
+        return out.transpose(1, 2) if by_rows else out
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return once_differentiable(Plain.backward)(ctx, do)
+        (rest, by_rows, replays), saved = ctx.call, ctx.saved_tensors
+        do = do.transpose(1, 2) if by_rows else do
+        gradients = replayed(compute_backward, (do, *saved), rest, replays, do.stride())
+        return None, None, *(gradients if len(gradients) == 3 else split_qkv_grad(gradients, *saved[:2]))
+
+
+# Plain.apply, without torch's search for functorch's wrappers: `Known` knows no call that has them.
+apply_plain = vars(torch._C._FunctionBase)["apply"].__get__(None, Plain)
+
+
+class Alike(NamedTuple):
+    """What runs calls that are like one that was checked, see `Known`.
+
+    learns    whether they have gradients
+    function  compute_forward or compute_decode, for their tensors and the rest of its arguments
+    """
+
+    learns: bool
+    function: Any
+    rest: Any
+    replays: Any
+
+    def run(self, tensors: Sequence[Tensor], n_results: int = 1, by_rows: bool = False) -> Sequence[Tensor]:
+        """out and, for two results, lse; by rows out alone, (B, T, H, D)."""
+        if not self.learns:
+            results = replayed(self.function, tensors, (*self.rest, n_results), self.replays, n_results)
+            return (results[0].transpose(1, 2),) if by_rows else results
+        if n_results > 1:
+            return Flash.apply(self.rest, *tensors)[:n_results]
+        return (apply_plain(self, by_rows, *tensors),)
 
 
 class FlashAttention(Attention):
@@ -352,46 +393,41 @@ class FlashAttention(Attention):
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
-        # Of calls that were checked: their Spec, whether they have gradients, and their replays.
-        self.known: Any = Known() if HAS_TRITON else None
+        self.known = Known() if HAS_TRITON else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> AttentionOutput:
         """`Attention.__call__`. A call like an earlier one, of q, k and v alone, is not looked at again."""
         if (asked := asked_alone(given)) is None:
             return Attention.__call__(self, q, k, v, **given)
-        tensors = q, k, v
-        if (known := self.known.get(asked, tensors)) is None:
-            result = Attention.__call__(self, q, k, v, **given)
-            self.remember(asked, tensors, tensors)
-            return result
-        (spec, learns, replays), n = known, 2 if given.get("return_lse") else 1
-        if learns:  # hooks for saved tensors may give others back
-            call = spec, 0, 0, None if _top_saved_tensors_default_hooks(False) else replays
-            return AttentionOutput(*Flash.apply(call, *tensors)[:n])
-        return AttentionOutput(*replayed(compute_forward, tensors, spec, 0, 0, n, replays=replays, also=n))
+        if known := self.known.get(asked, (q, k, v)):
+            return AttentionOutput(*known.run((q, k, v), 2 if given.get("return_lse") else 1))
+        result = Attention.__call__(self, q, k, v, **given)
+        self.remember(asked, (q, k, v), False)
+        return result
 
     def decode(self, q: Tensor, cache: Cache, **given: Any) -> AttentionOutput:
         """`Attention.decode`, as `__call__`."""
         if (asked := asked_alone(given)) is None:
             return Attention.decode(self, q, cache, **given)
-        tensors = q, *present(cache)
-        unit = UNIT.value if len(tensors) == 4 else 0
-        if (known := self.known.get(asked, tensors, unit)) is None:
-            result = Attention.decode(self, q, cache, **given)
-            self.remember(asked, tensors, (q,), unit)
-            return result
-        (spec, _, replays), n = known, 2 if given.get("return_lse") else 1
-        return AttentionOutput(*replayed(compute_decode, tensors, spec, len(tensors) - 1, n, replays=replays, also=n))
+        tensors, grows = (q, *present(cache)), cache.pages is None
+        if known := self.known.get(asked, tensors, grows):
+            return AttentionOutput(*known.run(tensors, 2 if given.get("return_lse") else 1))
+        result = Attention.decode(self, q, cache, **given)
+        self.remember(asked, tensors, grows)
+        return result
 
-    def remember(self, asked: Any, tensors: Sequence[Tensor], taken: Sequence[Tensor], unit: int = 0) -> None:
-        """A call that was checked, where the kernels take these of its tensors as they are; of no subclass."""
-        score, scale, learns = asked
+    def remember(self, asked: tuple[Score, float | None], tensors: Sequence[Tensor], grows: bool) -> None:
+        """A call that was checked, where the kernels take its tensors as they are; of no subclass."""
+        score, scale = asked
         if score.expression or score.head_tensors or type(self) is not FlashAttention:
             return
-        spec = self.call(taken[0], score, ONE_DOCUMENT, scale, None, {}).spec
-        if spec.scale > 0 and all(map(operator.is_, prepared(*taken), taken)):
-            learns = learns and any(x.requires_grad for x in tensors)
-            self.known.put((spec, learns, {}), asked, tensors, unit)
+        q, *taken = tensors
+        decodes = len(taken) > 2
+        spec = self.call(q, score, ONE_DOCUMENT, scale, None, {}).spec
+        if spec.scale > 0 and all(map(operator.is_, prepared(q, *taken[: 0 if decodes else 2]), tensors)):
+            learns = not decodes and torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+            function, rest = (compute_decode, (spec, len(taken))) if decodes else (compute_forward, (spec, 0, 0))
+            self.known.put(Alike(learns, function, rest, {}), asked, tensors, grows)
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)
@@ -468,9 +504,9 @@ class FlashAttention(Attention):
         if compiling or is_selectively_recomputed():
             out, lse, _ = flash(q, k, v, present, spec.text(), *positions)
         elif torch.is_grad_enabled():
-            out, lse, _ = Flash.apply((spec, *positions, None), q, k, v, *present)
+            out, lse, _ = Flash.apply((spec, *positions), q, k, v, *present)
         else:
-            out, lse, _ = replayed(compute_forward, (q, k, v, *present), spec, *positions)
+            out, lse, _ = replayed(compute_forward, (q, k, v, *present), (spec, *positions))
         return AttentionOutput(out if out.shape[-1] == D else out[..., :D], lse)
 
     def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:

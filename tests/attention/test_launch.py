@@ -12,6 +12,8 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
+from torch.autograd import forward_ad
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 
@@ -60,6 +62,8 @@ def driver(monkeypatch):
     active = SimpleNamespace(get_current_stream=lambda device: "stream", utils=None)
     monkeypatch.setattr(module.triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(module, "_empty_strided_cuda", _empty_strided_cpu)
+    monkeypatch.setattr(module, "get_device", Mock(return_value=-1))  # of a CPU
     monkeypatch.setattr(Run, "launch", Run().launch)  # not a function, as Triton's in C
 
 
@@ -89,6 +93,9 @@ def test_a_replay_computes_what_the_call_computes():
             assert torch.equal(got, expected)
     same = torch.randn(2, 4)
     assert torch.equal(replay([same, same])[0], compute([same, same])[0])
+    assert replay([same, torch.randn(9)[1:].view(2, 4)]) is None  # which is not aligned
+    module.get_device.return_value = 1
+    assert replay([same, same]) is None
 
 
 KEPT = torch.randn(2, 4)
@@ -164,8 +171,8 @@ def test_keys_that_grow_are_passed_with_the_strides_and_the_length_that_they_hav
 def test_keys_of_other_lengths_share_a_replay_where_the_kernel_is_the_same(T, S, D, same):
     known, q = Known(), torch.zeros(2, 4, 1, D)
     a, b = ((q, x, x, q) for x in (torch.zeros(2, 2, T, D), torch.zeros(2, 2, S, D)))
-    known.put("known", (), a, unit=128)
-    assert (known.get((), b, unit=128) == "known") == same
+    known.put("known", (), a, grows=True)
+    assert (known.get((), b, grows=True) == "known") == same
     known.put("fixed", "", a)
     assert known.get("", b) is None
 
@@ -174,11 +181,15 @@ def test_a_call_is_known_by_all_that_launches_depend_on():
     known, (x, y) = Known(), torch.zeros(2, 4, 8, 16)
     known.put("known", "causal", (x, x))
     assert known.get("causal", (x, x)) == known.get("causal", (y, x)) == "known"
-    misaligned = torch.zeros(513)[1:].view(4, 8, 16)
-    for other in (x[1:], x.transpose(0, 1), x.mT.contiguous().mT, x.double(), nn.Parameter(x), misaligned):
+    for other in (x[1:], x.transpose(0, 1), x.mT.contiguous().mT, x.double(), nn.Parameter(x)):
         assert known.get("causal", (y, other)) is None
     for one, arguments, tensors in ((known, "full", (x, y)), (copy.copy(known), "causal", (x, y))):
         assert one.get(arguments, tensors) is None
+    for watching in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"), Recording()):
+        with watching:
+            assert known.get("causal", (x, y)) is None
+    with forward_ad.dual_level():
+        assert known.get("causal", (x, forward_ad.make_dual(y, y))) is None
 
 
 def test_this_triton_has_the_names_that_replays_use():

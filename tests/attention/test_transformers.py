@@ -1,6 +1,7 @@
 """Models of transformers with this library's attention, against their eager attention."""
 
 from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attention import DropoutKey, UnsupportedAttention, keep_mask
+from attention import DropoutKey, Layout, UnsupportedAttention, keep_mask
 
 transformers = pytest.importorskip("transformers")
 
@@ -124,18 +125,36 @@ def test_generation_with_a_cache_has_the_logits_of_eager_attention(model, cache,
     assert_near(ours, eager)
 
 
-def test_all_layers_have_the_lengths_of_their_caches_in_one_tensor():
-    mask, keys = Visible(causal=True), torch.zeros(3, 1, 8, 4)
-    lengths = mask.lengths(keys, 5)
-    assert lengths.tolist() == [5] * 3
-    assert mask.lengths(keys, 5) is lengths
-    assert mask.lengths(keys, 6)[0] == 6
+def test_a_single_query_sees_the_keys_up_to_its_own():
+    keys = torch.zeros(3, 1, 8, 4)
+    assert Visible(causal=True).lengths(keys).tolist() == [8] * 3
+    assert Visible(causal=True, layout=Layout(q_start=5, k_start=0)).lengths(keys).tolist() == [6] * 3
 
 
 @pytest.mark.parametrize("model", ["gpt_oss"], indirect=True)
 def test_a_model_is_built_with_the_kernels_by_name(model):
     ours = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="gpt_attention_flash")
     assert ours.config._attn_implementation == "gpt_attention_flash"
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_layers_that_share_a_mask_compute_what_they_are_asked(window):
+    """One that is like another before it is run without a look at it: others between them must not be."""
+    layer: Any = None
+    inputs = [x.requires_grad_() for x in torch.randn(3, 2, 4, 20, 16).unbind()]
+
+    def computed(name, mask, queries, scale, softcap, s_aux, learns):
+        q, k, v = inputs
+        with torch.set_grad_enabled(learns):
+            options = {"softcap": softcap, "s_aux": s_aux}
+            out, _ = attend(f"gpt_attention_{name}", layer, q[:, :, :queries], k, v, mask, scale, **options)
+        return [out, *torch.autograd.grad(out.square().sum(), inputs)] if learns else [out]
+
+    mask = Visible(True, window)
+    cases = list(product((20, 1), (0.5, 2.0), (None, 3.0), (None, torch.ones(4)), (True, False)))
+    for case in cases * 2:
+        assert_near(computed("flash", mask, *case), computed("naive", mask, *case))
+    assert len(mask.found) == 4  # two scales, with gradients and without
 
 
 @pytest.mark.parametrize("model", ["gpt2"], indirect=True)

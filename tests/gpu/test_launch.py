@@ -85,8 +85,8 @@ def test_a_cache_that_is_made_anew_for_each_token_is_replayed(D):
         lengths = torch.full((2,), n, dtype=torch.int32, device="cuda")
         grown = Cache(k[:, :, :n].clone(), v[:, :, :n].clone(), lengths)
         assert_equal(attend.decode(q, grown, return_lse=True), attend.decode(q, Cache(k, v, lengths), return_lse=True))
-    kept = [kept for _, (_, _, kept) in chain(*vars(attend)["known"].found.values())]
-    recorded = [x for one in kept for x in one.values() if x]
+    found = chain(*attend.known.found.values())
+    recorded = [x for _, alike in found for x in alike.replays.values() if x]
     assert all(replay.__name__ == "replay" for replay in recorded)
     assert len(recorded) == 10  # for 5 units of keys, and each for lengths that 16 divides and for others
 

@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from attention.transformers import dropout_key, register
+from attention.adapters.transformers import Visible, attend, dropout_key, register
 from tests.attention import test_transformers as small
+from tests.equal import assert_equal
 
 FLASH = "gpt_attention_flash"
 CONFIGURATIONS = small.configurations(
@@ -49,3 +50,18 @@ def test_recomputed_activations_drop_the_same_weights():
     model.gradient_checkpointing_enable()
     for recomputed, kept in zip(gradients(), stored, strict=True):
         torch.testing.assert_close(recomputed, kept, rtol=1e-4, atol=1e-5 * kept.abs().max().item())
+
+
+def test_a_replayed_call_computes_the_bits_of_the_first():
+    """Also where its gradient lies in memory in another way."""
+    layer: Any = None
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 4, 300, 64, device="cuda").bfloat16().unbind())
+
+    def computed(do):
+        out, _ = attend(FLASH, layer, q, k, v, Visible(causal=True))
+        return [out, *torch.autograd.grad(out, (q, k, v), do)]
+
+    do = torch.randn(2, 300, 4, 64, device="cuda").bfloat16()
+    first = computed(do)
+    for x in (do, do, do.transpose(1, 2).contiguous().transpose(1, 2), do):
+        assert_equal(computed(x), first)
