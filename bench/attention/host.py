@@ -1,16 +1,17 @@
 """The host's time of a call: what Python and the driver take before the GPU has its work.
 
-    python -m bench.attention.host      a minute on a GPU
+    python -m bench.attention.host      two minutes on a GPU
 
 B 1, H 8, T 256, D 64, bf16. Calls are queued behind a long kernel, so that the GPU's time does not count. The
 candidates take turns, and the least counts: other programs only add time. Beside it what that leaves of the GPU's speed
-where calls of 16 x 1,024 tokens, 2,048 channels, follow each other. Rows go to bench/results/host-<device>.json, with
-a table beside it.
+where calls of 16 x 1,024 tokens, 2,048 channels, follow each other, and what a Llama takes in transformers. Rows go to
+bench/results/host-<device>.json, with a table beside it.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from recipe.wording import markdown_table as table
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 B, H, T, D = 1, 8, 256, 64
 AT_1K = ("flash", "SDPA, cuDNN", "SDPA, FlashAttention-2", "FlashAttention-4")
+LLAMAS = ("gpt_attention_flash", "sdpa")
 CALLS, REPEATS, TURNS, PAUSE_CYCLES = 40, 3, 6, 200_000_000
 
 
@@ -81,8 +83,8 @@ def measured(attend: Attend, heads: int, device: torch.device) -> dict[str, floa
     return us
 
 
-def least_s(call: Callable[[], object], queued: bool) -> float:
-    """Seconds of a call among calls that follow each other, the least of several repeats.
+def least_s(call: Callable[[], object], queued: bool, calls: int = CALLS) -> float:
+    """Seconds of a call among so many that follow each other, the least of several repeats.
 
     queued  behind a long kernel, so that the host's time counts alone
     """
@@ -92,11 +94,11 @@ def least_s(call: Callable[[], object], queued: bool) -> float:
         if queued:
             torch.cuda._sleep(PAUSE_CYCLES)
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
         if not queued:
             torch.cuda.synchronize()
-        samples.append((time.perf_counter() - start) / CALLS)
+        samples.append((time.perf_counter() - start) / calls)
     torch.cuda.synchronize()
     return min(samples)
 
@@ -105,8 +107,10 @@ def eager_tflops(attend: Attend, D: int, device: torch.device) -> list[float]:
     """TFLOP/s of the forward and the backward pass at 1,024 tokens, of calls that follow each other."""
     heads, sequences, tokens = 2048 // D, 16, 1024
     flops = 2 * sequences * heads * tokens**2 * D  # of two products of half a square
-    shape = (sequences, heads, tokens, D)
-    q, k, v, do = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=i < 3) for i in range(4))
+    q, k, v, do = (
+        torch.randn(sequences, heads, tokens, D, device=device, dtype=torch.bfloat16, requires_grad=i < 3)
+        for i in range(4)
+    )
 
     with torch.no_grad():
         forward = least_s(partial(attend, q, k, v), queued=False)
@@ -117,6 +121,28 @@ def eager_tflops(attend: Attend, D: int, device: torch.device) -> list[float]:
 def trained(attend: Attend, inputs: tuple[Tensor, Tensor, Tensor], do: Tensor) -> None:
     """A forward and a backward pass."""
     torch.autograd.grad(attend(*inputs), inputs, do)
+
+
+def llamas(device: torch.device) -> dict[str, list[float]]:
+    """Of transformers' implementations, milliseconds of a forward and backward pass of 4 x 512 tokens through a Llama
+    of 160M parameters, not compiled, and of 16 new tokens after 4 x 128. Each the median of turns."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from attention.transformers import register
+
+    register()
+    tokens, calls = torch.randint(3, 32_000, (4, 512), device=device), {}
+    for name in LLAMAS:
+        config = LlamaConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=torch.bfloat16).to(device)
+        options = {"min_new_tokens": 16, "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+        generate = partial(model.generate, tokens[:, :128], **options)
+        calls[name] = lambda model=model: model(tokens, labels=tokens).loss.backward(), generate
+    turns = [
+        {name: [least_s(call, queued=False, calls=1) for call in calls[name]] for name in LLAMAS[:: (-1) ** turn]}
+        for turn in range(24)
+    ]
+    return {name: [1e3 * median(turn[name][i] for turn in turns) for i in (0, 1)] for name in LLAMAS}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -134,14 +160,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if name in AT_1K:
                 row |= {f"tflops_{D}": eager_tflops(attend, D, device) for D in (64, 128)}
             recorder.add(row)
+        for name, ms in llamas(device).items() if installed("transformers") else ():
+            recorder.add({"name": f"{name} in transformers", "llama_ms": ms})
     sizes = [f"1k tokens, head size {D}: TFLOP/s forward/backward" for D in (64, 128)]
-    head = ["microseconds of the host", "forward", "forward and backward", *sizes]
+    head = ["microseconds of the host", "forward", "forward and backward", *sizes, "Llama: ms of a pass/of 16 tokens"]
     path = recorder.path
     rows = (
         [
             row["name"],
             *(f"{row[x]:.0f}" if x in row else "" for x in ("forward_us", "both_us")),
             *("/".join(map(str, row.get(f"tflops_{D}", []))) for D in (64, 128)),
+            "/".join(f"{ms:.1f}" for ms in row.get("llama_ms", [])),
         ]
         for row in read(path)
     )
