@@ -2,13 +2,13 @@
 
 A short call takes the host longer than the GPU: it chooses kernels, lays out their arguments, and Triton looks at each
 of them. All of that but the addresses follows from what the call is like: its arguments that are not tensors, and the
-shapes, strides and dtypes of its tensors. So the second of such calls is recorded: what it allocates, and
-what it launches. Later ones run a function that was written for them: it allocates, and hands the addresses to the
-compiled kernels. Tensors are compared by torch's TensorGuards, in C++, as for a compiled function: in a model each line
-of Python takes the host five times as long as in a loop.
+shapes, strides and dtypes of its tensors. So the second of such calls is recorded: what it allocates, and what it
+launches. Later ones run a function that was written for them: it allocates, by the allocator of compiled code, and
+hands the addresses to the compiled kernels. Tensors are compared by torch's TensorGuards, in C++, as for a compiled
+function: in a model each line of Python takes the host five times as long as in a loop.
 
-A call that does more than allocate and launch is not replayed. What is private to Triton (3.6 to 3.9), and
-TensorGuards, stand in this file alone; where a release has other names, nothing is replayed.
+A call that does more than allocate and launch is not replayed. What is private to Triton (3.6 to 3.9), TensorGuards and
+that allocator stand in this file alone; where a release has other names, nothing is replayed.
 """
 
 import inspect
