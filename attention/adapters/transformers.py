@@ -85,7 +85,7 @@ def dropout_key(seed: int | Tensor, step: int | Tensor, first_sequence: int | Te
 class Visible:
     """A mask of transformers, in the form in which it reaches `attend`.
 
-    found  what runs calls of layers, as `attend` notes it
+    found  what layers that share it need not make again: what runs their calls, as `attend` notes it, and `lengths`
 
     For static caches transformers makes masks before the forward pass and handles them like the tensors they are
     elsewhere: hence `ndim` and `contiguous`.
@@ -101,10 +101,15 @@ class Visible:
     def contiguous(self) -> Visible:
         return self
 
-    def lengths(self, keys: Tensor) -> Tensor:
+    def lengths(self, keys: Tensor, is_shared: bool) -> Tensor:
         """(B,) int32: the keys that a single query sees, up to its own. A static cache has room for more."""
+        if is_shared and (lengths := self.found.get((keys.shape, keys.device))) is not None:
+            return lengths
         length = self.layout.query_start(1, keys.shape[2]) - self.layout.k_start + 1
-        return torch.full(keys.shape[:1], length, dtype=torch.int32, device=keys.device)
+        lengths = torch.full(keys.shape[:1], length, dtype=torch.int32, device=keys.device)
+        if is_shared:
+            self.found[keys.shape, keys.device] = lengths
+        return lengths
 
 
 def attend(
@@ -160,7 +165,7 @@ def attend(
     computed: dict[str, Any] = {"score": score, "scale": scaling, "sinks": s_aux}
     built = implementation(name, dropout, query)
     if decodes := query.shape[2] == 1 and score.causal and layout.document_starts is None and inference:
-        tensors.append(attention_mask.lengths(key))
+        tensors.append(attention_mask.lengths(key, is_shared))
         out = built.decode(query, Cache(*tensors[1:]), **computed).out
     else:
         drop = layer_key(name, module, dropout)

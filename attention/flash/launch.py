@@ -106,7 +106,7 @@ class Known:
                them, and depend on T besides by the number of units alone
         """
         for is_like, value in self.found.get(likeness(arguments, tensors, grows), ()):
-            if is_like(*tensors) and forward_ad._current_level < 0:  # guards do not see tangents
+            if is_like(*tensors):
                 return value
         others = distinct(tensors)
         return None if others is tensors else self.get(arguments, others, grows)
@@ -128,7 +128,9 @@ class Known:
         sizes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
         for i in (1, 2) if grows else ():
             sizes[i][2], strides[i][:3] = None, [None] * 3  # type: ignore[list-item]
-        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[arg-type]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+        check = guards.check  # which does not see tangents
+        return lambda *others: forward_ad._current_level < 0 and check(*others)
 
 
 def distinct(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -126,9 +126,10 @@ def test_generation_with_a_cache_has_the_logits_of_eager_attention(model, cache,
 
 
 def test_a_single_query_sees_the_keys_up_to_its_own():
-    keys = torch.zeros(3, 1, 8, 4)
-    assert Visible(causal=True).lengths(keys).tolist() == [8] * 3
-    assert Visible(causal=True, layout=Layout(q_start=5, k_start=0)).lengths(keys).tolist() == [6] * 3
+    mask, keys = Visible(True), torch.zeros(3, 1, 8, 4)
+    assert mask.lengths(keys, True).tolist() == [8] * 3
+    assert mask.lengths(keys, True) is mask.lengths(keys, True)
+    assert Visible(True, layout=Layout(5)).lengths(keys, False)[0] == 6
 
 
 @pytest.mark.parametrize("model", ["gpt_oss"], indirect=True)
@@ -146,15 +147,15 @@ def test_layers_that_share_a_mask_compute_what_they_are_asked(window):
     def computed(name, mask, queries, scale, softcap, s_aux, learns):
         q, k, v = inputs
         with torch.set_grad_enabled(learns):
-            options = {"softcap": softcap, "s_aux": s_aux}
-            out, _ = attend(f"gpt_attention_{name}", layer, q[:, :, :queries], k, v, mask, scale, **options)
+            q = q[:, :, :queries]
+            out, _ = attend(f"gpt_attention_{name}", layer, q, k, v, mask, scale, softcap=softcap, s_aux=s_aux)
         return [out, *torch.autograd.grad(out.square().sum(), inputs)] if learns else [out]
 
     mask = Visible(True, window)
     cases = list(product((20, 1), (0.5, 2.0), (None, 3.0), (None, torch.ones(4)), (True, False)))
     for case in cases * 2:
         assert_near(computed("flash", mask, *case), computed("naive", mask, *case))
-    assert len(mask.found) == 4  # two scales, with gradients and without
+    assert len(mask.found) == 5  # two scales, with gradients and without; and lengths
 
 
 @pytest.mark.parametrize("model", ["gpt2"], indirect=True)
