@@ -1,16 +1,18 @@
 """The host's time of a call: what Python and the driver take before the GPU has its work.
 
-    python -m bench.attention.host      two minutes on a GPU
+    python -m bench.attention.host      four minutes on a GPU
 
 B 1, H 8, T 256, D 64, bf16. Calls are queued behind a long kernel, so that the GPU's time does not count. The
 candidates take turns, and the least counts: other programs only add time. Beside it what that leaves of the GPU's speed
-where calls of 16 x 1,024 tokens, 2,048 channels, follow each other, and what a Llama takes in transformers. Rows go to
-bench/results/host-<device>.json, with a table beside it.
+where calls of 16 x 1,024 tokens, 2,048 channels, follow each other, and what a Llama takes in transformers: the median
+of new processes, as one may be slower by a tenth than the next. Rows go to bench/results/host-<device>.json, with a
+table beside it.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import get_context
 from statistics import median
 
 import torch
@@ -29,7 +31,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 B, H, T, D = 1, 8, 256, 64
 AT_1K = ("flash", "SDPA, cuDNN", "SDPA, FlashAttention-2", "FlashAttention-4")
 LLAMAS = ("gpt_attention_flash", "sdpa")
-CALLS, REPEATS, TURNS, PAUSE_CYCLES = 40, 3, 6, 200_000_000
+CALLS, REPEATS, TURNS, PROCESSES, PAUSE_CYCLES = 40, 3, 6, 7, 200_000_000
 
 
 def torchs(backend: SDPBackend) -> Attend:
@@ -140,7 +142,7 @@ def llamas(device: torch.device) -> dict[str, list[float]]:
         calls[name] = lambda model=model: model(tokens, labels=tokens).loss.backward(), generate
     turns = [
         {name: [least_s(call, queued=False, calls=1) for call in calls[name]] for name in LLAMAS[:: (-1) ** turn]}
-        for turn in range(24)
+        for turn in range(TURNS)
     ]
     return {name: [1e3 * median(turn[name][i] for turn in turns) for i in (0, 1)] for name in LLAMAS}
 
@@ -160,8 +162,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if name in AT_1K:
                 row |= {f"tflops_{D}": eager_tflops(attend, D, device) for D in (64, 128)}
             recorder.add(row)
-        for name, ms in llamas(device).items() if installed("transformers") else ():
-            recorder.add({"name": f"{name} in transformers", "llama_ms": ms})
+        if installed("transformers"):
+            with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+                runs = pool.map(llamas, [device] * PROCESSES, chunksize=1)
+            for name in LLAMAS:
+                recorder.add({"name": f"{name} in transformers", "llama_ms": [run[name] for run in runs]})
     sizes = [f"1k tokens, head size {D}: TFLOP/s forward/backward" for D in (64, 128)]
     head = ["microseconds of the host", "forward", "forward and backward", *sizes, "Llama: ms of a pass/of 16 tokens"]
     path = recorder.path
@@ -170,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             row["name"],
             *(f"{row[x]:.0f}" if x in row else "" for x in ("forward_us", "both_us")),
             *("/".join(map(str, row.get(f"tflops_{D}", []))) for D in (64, 128)),
-            "/".join(f"{ms:.1f}" for ms in row.get("llama_ms", [])),
+            "/".join(f"{median(ms):.1f}" for ms in zip(*row.get("llama_ms", []), strict=True)),
         ]
         for row in read(path)
     )
