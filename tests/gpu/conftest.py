@@ -11,6 +11,10 @@ import torch
 LOCKS = Path(tempfile.gettempdir())
 
 
+def pytest_configure(config):
+    config.option.maxschedchunk = 1  # else tests that are quick wait for a long one, in the same process
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Print a failure as it comes: a run that is cut off later has shown it."""
     if report.failed and not os.environ.get("PYTEST_XDIST_WORKER"):
