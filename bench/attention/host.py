@@ -1,6 +1,6 @@
 """The host's time of a call: what Python and the driver take before the GPU has its work.
 
-    python -m bench.attention.host      four minutes on a GPU
+    python -m bench.attention.host      six minutes on a GPU
 
 B 1, H 8, T 256, D 64, bf16. Calls are queued behind a long kernel, so that the GPU's time does not count. The
 candidates take turns, and the least counts: other programs only add time. Beside it what that leaves of the GPU's speed

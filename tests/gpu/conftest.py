@@ -1,4 +1,4 @@
-"""Settings of all tests on a GPU. `python -m pytest tests/gpu -n 16` fits one with 141 GB, `-n 8` one with 80 GB."""
+"""Settings of all tests on a GPU. `python -m pytest tests/gpu -n 16` fits one with 141 GB, `-n 12` one with 80 GB."""
 
 import fcntl
 import os
