@@ -3,6 +3,7 @@
 import fcntl
 import os
 import tempfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,19 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The time limit counts a test's function alone, and not its wait for the GPU. Tests that need all of it are the
-    last: while one waits for others to end, none begins."""
-    items.sort(key=lambda item: item.get_closest_marker("whole_gpu") is not None)
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.timeout(300, func_only=True))
+    """The time limit counts a test's function alone, and not its wait for the GPU.
+
+    Tests that take a minute are the first, and those that need all of the GPU the last. All others are shuffled, alike
+    in every process: in the order of their files, neighbours would compile the same kernels at the same time."""
+
+    def place(item: pytest.Item) -> tuple[bool | int, ...]:
+        if item.path.parent != Path(__file__).parent:
+            return (False,)
+        item.add_marker(pytest.mark.timeout(300, func_only=True))
+        whole = item.get_closest_marker("whole_gpu") is not None
+        return True, whole, item.path.stem != "test_resume", zlib.crc32(item.nodeid.encode())
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +45,10 @@ def share_of_the_gpu(request):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     alone = request.node.get_closest_marker("whole_gpu") is not None
-    names = (LOCKS / f"gpu-tests-{os.getuid()}-{name}.lock" for name in ("queue", "gpu"))
-    queue, gpu = (os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names)
-    fcntl.flock(queue, fcntl.LOCK_EX)  # one that waits to be alone lets nobody else begin
+    gpu = os.open(LOCKS / f"gpu-tests-{os.getuid()}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-    fcntl.flock(queue, fcntl.LOCK_UN)
     yield
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     fcntl.flock(gpu, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
-    os.close(queue)
     os.close(gpu)
